@@ -1,0 +1,1 @@
+"""Torpor puts a training actor to sleep and wakes it bit for bit."""
