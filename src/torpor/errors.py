@@ -1,0 +1,139 @@
+"""Every error Torpor raises, in one tree.
+
+    TorporError
+    ├── UsageError (ValueError)              a call or an option that cannot be
+    ├── StateError (RuntimeError)            the right call at the wrong moment
+    │   ├── AsleepError                      computing with, or reading through, what is asleep
+    │   └── ClosedError                      a sleeper, store or engine that was closed
+    ├── NotEnoughMemoryError (MemoryError)   a wake that does not fit; both numbers inside
+    ├── StoreError (OSError)                 where bytes wait
+    │   ├── StoreFullError                   no room; nothing was freed
+    │   └── UnsafeStoreError                 a directory or file that must not be trusted
+    ├── CorruptError (RuntimeError)          bytes came back different
+    ├── MemoryBackendError (RuntimeError)    memory could not be given back or taken again
+    └── UnsupportedError (RuntimeError)      this version, device or setting cannot do it
+
+Each class also is the built-in it stands for, carries its culprit and numbers as attributes, and
+pickles, so that an error of one rank can be raised on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+GIB = 1024**3
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as a text in GiB (1024**3 bytes), for messages."""
+    return f"{nbytes / GIB:.3f} GiB"
+
+
+class TorporError(Exception):
+    """Root of the tree. Keyword attributes survive pickling."""
+
+    def __init__(self, message: str, **attributes: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(attributes)
+        self._attributes = attributes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self.args[0]), self._attributes)
+
+
+def _rebuild(cls: type[TorporError], message: str, attributes: dict[str, Any]) -> TorporError:
+    error = cls.__new__(cls)
+    TorporError.__init__(error, message, **attributes)
+    return error
+
+
+class UsageError(TorporError, ValueError):
+    """A call or an option that cannot be; the message names the value, the limit and the way out."""
+
+
+class StateError(TorporError, RuntimeError):
+    """The right call at the wrong moment."""
+
+
+class AsleepError(StateError):
+    """Something computed with, or read through, a component that is asleep."""
+
+    component: str
+    name: str
+
+    def __init__(self, name: str, component: str, operation: str, remedy: str) -> None:
+        super().__init__(
+            f"{operation} of {name}: its component '{component}' is asleep. {remedy}",
+            name=name,
+            component=component,
+        )
+
+
+class ClosedError(StateError):
+    """A sleeper, store or engine was used after its `close()`."""
+
+
+class NotEnoughMemoryError(TorporError, MemoryError):
+    """A wake needs more memory than is free. Everything is still asleep and intact."""
+
+    needed_bytes: int
+    free_bytes: int
+    device: str
+
+    def __init__(self, needed_bytes: int, free_bytes: int, device: str, remedy: str) -> None:
+        super().__init__(
+            f"waking needs {needed_bytes} bytes ({gib(needed_bytes)}) on {device}, "
+            f"{free_bytes} bytes ({gib(free_bytes)}) are free. Everything is still asleep. {remedy}",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            device=device,
+        )
+
+
+class StoreError(TorporError, OSError):
+    """A store could not take or give bytes."""
+
+
+class StoreFullError(StoreError):
+    """A store has no room for what a sleep would put there. Nothing was freed."""
+
+    needed_bytes: int
+    free_bytes: int
+    store: str
+
+    def __init__(self, needed_bytes: int, free_bytes: int, store: str, remedy: str) -> None:
+        super().__init__(
+            f"the store {store} needs {needed_bytes} bytes ({gib(needed_bytes)}) more, "
+            f"{free_bytes} bytes ({gib(free_bytes)}) are free. Nothing was freed. {remedy}",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            store=store,
+        )
+
+
+class UnsafeStoreError(StoreError):
+    """A directory or file that must not be trusted: a link, a foreign owner, wrong permissions, tmpfs."""
+
+    path: str
+
+    def __init__(self, path: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{path}: {reason}. {remedy}", path=path)
+
+
+class CorruptError(TorporError, RuntimeError):
+    """Bytes came back different from what went to sleep."""
+
+    names: list[str]
+
+    def __init__(self, names: Sequence[str], detail: str) -> None:
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        super().__init__(f"{detail}: {shown}", names=list(names))
+
+
+class MemoryBackendError(TorporError, RuntimeError):
+    """A memory backend could not give memory back or take it again; the message has the cause."""
+
+
+class UnsupportedError(TorporError, RuntimeError):
+    """This version, device or setting cannot do what was asked; the message says what can."""

@@ -1,0 +1,1 @@
+"""One file for each way of giving memory back and taking it again."""

@@ -1,0 +1,85 @@
+"""What a rule is: it names the storages of one library's state, and the cheapest fate that is safe for each.
+
+A rule never copies and never frees. It looks at an `Actor`, yields `Claim`s, and gives each the fate that
+loses nothing. Where several claims meet on one storage the inventory takes the most careful one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from torpor.kinds import Fate, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A condition that must hold for a cheap fate. Closed, the fate is `moved` and the ledger gives the reason.
+
+    Example: `Gate(lambda: not graphs_captured(), "a CUDA graph was captured: a replay reads the old address")`.
+    """
+
+    is_open: Callable[[], bool]
+    reason_when_closed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """How to compute a storage again, bit for bit, from tensors that are themselves asleep or awake.
+
+    `fn(out, *sources)` writes into `out` (the claimed tensor, or a host copy of the same shape, stride and
+    dtype while it is read asleep) and must use nothing but `sources`, which come in the same way.
+    """
+
+    fn: Callable[..., None]
+    sources: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One tensor that a rule knows.
+
+    Example: `Claim("model.lm_head.weight", tensor, Role.PARAM, "params")`.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    """A plain strided tensor: rules resolve subclasses (DTensor, quantized) to what they hold."""
+    role: Role
+    component: str
+    fate: Fate = Fate.MOVED
+    """The cheapest fate that loses nothing. `moved` covers `clean`: unchanged bytes are found by fingerprint."""
+    reason: str = ""
+    """Why this fate is safe, or why a cheaper one is not; goes into the ledger."""
+    drop: Callable[[], None] | None = None
+    """For `dropped`: clears the owner's cache. Called once per distinct callable, before anything is copied."""
+    rebuild: Rebuild | None = None
+    """For `rebuilt`."""
+    gates: tuple[Gate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """What the user hands over, by name. Names appear in claims, ledgers and errors."""
+
+    models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
+    optimizers: Mapping[str, torch.optim.Optimizer] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """Component name -> tensors, or nested containers of tensors."""
+    derived: Sequence[object] = ()
+    """What `torpor.derived(...)` returned (`rules.derived.Derived`)."""
+
+
+class Rule(Protocol):
+    """One library's knowledge. Instances may keep state between sleeps (a step counter, say)."""
+
+    name: str
+
+    def attach(self, actor: Actor) -> Callable[[], None]:
+        """Start watching what must be watched between sleeps; returns the undo."""
+
+    def claims(self, actor: Actor) -> Iterator[Claim]:
+        """Every tensor of `actor` this rule knows, now. May yield one storage many times."""
