@@ -1,0 +1,1 @@
+"""Rollout engines: one interface (`base`), one file for each engine."""

@@ -1,0 +1,105 @@
+"""What a task is: questions that can be asked for by number, and a reward for each answer."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypedDict
+
+from torpor.errors import UsageError
+
+
+class Split(StrEnum):
+    """Which questions. No question is in both."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Message(TypedDict):
+    """One turn of a chat. Example: `{"role": "user", "content": "4 + 5 ="}`."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[Message]
+"""A text to be continued as it is, or a chat for the tokenizer's template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question of a task.
+
+    Example: `Question(3, Split.TRAIN, "Reverse: abc =", solution="cba")`.
+    """
+
+    index: int
+    split: Split
+    prompt: Prompt
+    solution: str | None = None
+    """A completion worth 1, for supervised warm starts; None where no single one is known."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward needs."""
+
+
+class Task(ABC):
+    """Questions by number, and what a completion is worth.
+
+    `sample` is a pure function of the task's arguments, the split and the index: a resumed run asks for the
+    next index and sees what an uninterrupted run would have seen.
+    """
+
+    name: str
+
+    @abstractmethod
+    def _sample(self, index: int, split: Split) -> Question:
+        """The question; `index` is not negative. Train and eval never share one."""
+
+    @abstractmethod
+    def _reward(self, question: Question, completion: str) -> float:
+        """What the completion is worth, in [0, 1]."""
+
+    def sample(self, index: int, split: Split = Split.TRAIN) -> Question:
+        """Question number `index` of a split. Any index from 0 on works; a finite task starts over.
+
+        Raises:
+            UsageError: a negative index.
+        """
+        if index < 0:
+            raise UsageError(f"question index {index} is negative", index=index)
+        return self._sample(index, split)
+
+    def reward(self, question: Question, completion: str) -> float:
+        """What `completion` (the decoded tokens, without special tokens) is worth, in [0, 1].
+
+        Raises:
+            UsageError: the task's reward function returned something else.
+        """
+        reward = float(self._reward(question, completion))
+        if not (math.isfinite(reward) and 0 <= reward <= 1):
+            raise UsageError(f"task {self.name} gave reward {reward}, rewards lie in [0, 1]", reward=reward)
+        return reward
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that tasks and the loop use."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def apply_chat_template(self, conversation: Sequence[Message], **options: Any) -> Any: ...
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt: a text as it is, a chat through the template, ready for the answer."""
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt, add_special_tokens=False))
+    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
