@@ -309,7 +309,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        """Name, shape and dtype of each weight that `load_weights` needs, in any state. Tied weights count once."""
+        """What each weight of a stream must be, by name, in any state. Tied weights count once."""
 
     @property
     @abstractmethod
