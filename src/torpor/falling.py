@@ -1,0 +1,219 @@
+"""Going to sleep: reserve, copy what changed, then free. A failure leaves everything awake and intact."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torpor.errors import TorporError
+from torpor.fingerprint import Digest, fingerprint
+from torpor.kinds import Fate
+from torpor.ledger import Row, Stopwatch
+from torpor.memory.base import MemoryBackend, byte_view
+from torpor.plan import Decision
+from torpor.shelf import Place, Shelf
+from torpor.stores.base import Store
+from torpor.transfer import Piece, load, save
+
+#: Fates whose bytes wait in the store.
+STORED = (Fate.MOVED, Fate.CLEAN)
+
+
+@dataclass(slots=True, eq=False)
+class Sleeping:
+    """One storage of a sleeping component, and all that its wake needs."""
+
+    decision: Decision
+    place: Place | None = None
+    """Where the bytes wait; None for fates that store none."""
+    digest: Digest | None = None
+    """What the bytes were; None where they are dead or never left."""
+    copied_bytes: int = 0
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage itself, held alive while it sleeps."""
+        return self.decision.entry.storage
+
+    @property
+    def fate(self) -> Fate:
+        """What became of it."""
+        return self.decision.fate
+
+    def row(self) -> Row:
+        """As a line of the ledger."""
+        return self.decision.row(self.copied_bytes)
+
+    def piece(self) -> Piece:
+        """Its bytes and their place in the store, for a copy in either direction."""
+        if self.place is None:
+            raise TypeError(f"{self.decision.entry.name} is {self.fate}: the store holds no bytes of it")
+        return Piece(byte_view(self.storage), self.place.slot)
+
+
+def drop_caches(decisions: Iterable[Decision]) -> list[Row]:
+    """Have the owners clear the caches whose fate is `dropped`; each distinct callable once.
+
+    Must come before the allocator returns its blocks: a cache that is cleared later frees nothing. What
+    somebody else still holds after the drop is accounted as `left`.
+    """
+    dropped = [decision for decision in decisions if decision.fate is Fate.DROPPED]
+    if not dropped:
+        return []
+    owners = {id(drop): drop for decision in dropped for drop in decision.entry.drops}
+    watched = [(decision.row(), StorageWeakRef(decision.entry.storage)) for decision in dropped]
+    for decision in dropped:
+        decision.entry.forget()
+    for drop in owners.values():
+        drop()
+    gc.collect()
+    return [row if ref.expired() else _still_held(row) for row, ref in watched]
+
+
+def _still_held(row: Row) -> Row:
+    return Row(
+        row.component, row.role, Fate.LEFT, 1, row.nbytes, reason="its owner dropped it, somebody else holds it"
+    )
+
+
+class Falling:
+    """One call's way down. Makes `Sleeping` records; the caller keeps those of a call that succeeded."""
+
+    def __init__(self, store: Store, shelf: Shelf, stopwatch: Stopwatch, prove_rebuilds: bool) -> None:
+        self._store = store
+        self._shelf = shelf
+        self._stopwatch = stopwatch
+        self._prove_rebuilds = prove_rebuilds
+        self._new_places: list[int] = []
+        self._freed: list[Sleeping] = []
+        self.stuck: list[Sleeping] = []
+        """After a failure whose roll-back failed as well: what is asleep all the same."""
+
+    def run(self, decisions: Sequence[Decision], batch_bytes: int, on_freed: Callable[[int], None]) -> list[Sleeping]:
+        """Copy and free `decisions`, at least `batch_bytes` at a time.
+
+        Raises whatever went wrong, after everything that this call freed is back in place.
+        """
+        sleepers = [Sleeping(decision) for decision in decisions]
+        try:
+            self._reserve(sleepers)
+            for batch in _batches(sleepers, batch_bytes):
+                self._save(batch)
+                on_freed(self._free(batch))
+        except BaseException as error:
+            self._roll_back(error)
+            raise
+        return sleepers
+
+    def _reserve(self, sleepers: Sequence[Sleeping]) -> None:
+        """Room for every storage that may have to be copied, before anything is freed."""
+        with self._stopwatch.stage("reserve"):
+            for sleeping in sleepers:
+                if sleeping.fate is Fate.REBUILT and self._prove_rebuilds:
+                    _move_unless_rebuilt_alike(sleeping)
+            stored = [s.decision.entry for s in sleepers if s.fate in STORED]
+            self._new_places = self._shelf.reserve((entry.storage, entry.nbytes) for entry in stored)
+
+    def _save(self, batch: Sequence[Sleeping]) -> None:
+        with self._stopwatch.stage("fingerprint"):
+            changed = [sleeping for sleeping in batch if self._has_changed(sleeping)]
+        with self._stopwatch.stage("copy"):
+            save([sleeping.piece() for sleeping in changed], self._store)
+        for sleeping in changed:
+            if sleeping.place is not None:
+                sleeping.place.digest = sleeping.digest
+
+    def _has_changed(self, sleeping: Sleeping) -> bool:
+        """Fingerprint the storage; note its place; say whether its bytes must be copied."""
+        if sleeping.fate not in (*STORED, Fate.REBUILT):
+            return False
+        sleeping.digest = fingerprint(byte_view(sleeping.storage))
+        if sleeping.fate is Fate.REBUILT:
+            return False
+        entry = sleeping.decision.entry
+        sleeping.place = self._shelf.find(entry.storage, entry.nbytes)
+        if sleeping.place is None:
+            raise LookupError(f"no slot was reserved for {entry.name}")
+        if sleeping.place.digest == sleeping.digest:
+            sleeping.decision.fate = Fate.CLEAN
+            return False
+        sleeping.place.digest = None  # the slot is about to be overwritten
+        sleeping.copied_bytes = entry.nbytes
+        return True
+
+    def _free(self, batch: Sequence[Sleeping]) -> int:
+        """Give the memory back; what is dead goes last, because a roll-back cannot bring it back."""
+        freed_bytes = 0
+        with self._stopwatch.stage("free"):
+            for backend, sleepers in by_backend(sorted(batch, key=lambda s: s.fate is Fate.ZEROED)):
+                self._freed.extend(sleepers)
+                freed_bytes += backend.release([sleeping.storage for sleeping in sleepers])
+            for backend in {id(s.decision.backend): s.decision.backend for s in batch}.values():
+                if backend is not None:
+                    backend.settle()
+        return freed_bytes
+
+    def _roll_back(self, error: BaseException) -> None:
+        """Everything freed so far comes back. What cannot stays asleep, whole in the store, in `stuck`."""
+        try:
+            bring_back(self._freed, self._store)
+        except TorporError as second:
+            self.stuck = self._freed
+            error.add_note(f"taking it back failed too ({second}): {len(self.stuck)} storages stay asleep; call wake()")
+        else:
+            self._shelf.remove(self._new_places)
+
+
+def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
+    """Memory and bytes of storages, from wherever they wait. Nothing is verified here."""
+    for backend, group in by_backend(sleepers):
+        backend.restore([sleeping.storage for sleeping in group])
+    load([sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED], store)
+    for sleeping in sleepers:
+        if sleeping.fate is Fate.ZEROED:
+            byte_view(sleeping.storage).zero_()
+
+
+def by_backend(sleepers: Iterable[Sleeping]) -> list[tuple[MemoryBackend, list[Sleeping]]]:
+    """Storages that have a backend, grouped by it in the order of first appearance."""
+    groups: dict[int, tuple[MemoryBackend, list[Sleeping]]] = {}
+    for sleeping in sleepers:
+        backend = sleeping.decision.backend
+        if backend is not None:
+            groups.setdefault(id(backend), (backend, []))[1].append(sleeping)
+    return list(groups.values())
+
+
+def _batches(sleepers: Sequence[Sleeping], batch_bytes: int) -> Iterator[list[Sleeping]]:
+    """What needs no copy first, so that memory is free at once; then batches of at least `batch_bytes`."""
+    batch: list[Sleeping] = []
+    nbytes = 0
+    for sleeping in sorted(sleepers, key=lambda s: s.fate in STORED):
+        batch.append(sleeping)
+        nbytes += sleeping.decision.entry.nbytes
+        if nbytes >= batch_bytes:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _move_unless_rebuilt_alike(sleeping: Sleeping) -> None:
+    """Rebuild into scratch memory now, while the original is there: a rebuild that gives other bits loses data."""
+    entry = sleeping.decision.entry
+    if entry.rebuild is None:
+        raise TypeError(f"{entry.name} is to be rebuilt, and no claim says how")
+    original = entry.claims[0].tensor
+    scratch = torch.empty_strided(original.size(), original.stride(), dtype=original.dtype, device=original.device)
+    if scratch.untyped_storage().nbytes() != entry.nbytes:
+        sleeping.decision.fate = Fate.MOVED
+        sleeping.decision.reason = "its rebuild covers a part of its storage only"
+        return
+    entry.rebuild.fn(scratch, *entry.rebuild.sources)
+    if fingerprint(byte_view(scratch.untyped_storage())) != fingerprint(byte_view(entry.storage)):
+        sleeping.decision.fate = Fate.MOVED
+        sleeping.decision.reason = "its rebuild does not give the bits it has"

@@ -1,0 +1,204 @@
+"""The account of one sleep or wake: every byte under one fate, seconds by stage, memory before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torpor.errors import GIB
+from torpor.kinds import Fate, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Storages of one component, role, fate and reason, added up.
+
+    Example: `Row("params", Role.PARAM, Fate.MOVED, storages=272, nbytes=538_060_032, copied_bytes=538_060_032,
+    freed_bytes=536_870_912, reason="")`.
+    """
+
+    component: str
+    role: Role
+    fate: Fate
+    storages: int
+    nbytes: int
+    copied_bytes: int = 0
+    """Bytes written to the store (sleep) or read from it (wake)."""
+    freed_bytes: int = 0
+    """Bytes of device memory given back (sleep) or taken again (wake)."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A tensor on the device that no component knows: whoever holds it keeps its memory awake."""
+
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    holder: str
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What one call did. Bytes are bytes, seconds are seconds; GiB (1024**3) appear in `table()` only."""
+
+    kind: Literal["sleep", "wake"]
+    store: str
+    rows: list[Row] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage; stages that overlap are timed once, by the stage that waits."""
+    used_before_bytes: int = 0
+    """Device memory of this process before the call, as kernel or driver counts it (CPU: resident memory)."""
+    used_after_bytes: int = 0
+    store_bytes: int = 0
+    """Bytes the store holds after the call, padding included."""
+    host_bytes: int = 0
+    """Bytes of host memory the store holds after the call."""
+    leftovers: list[Leftover] = field(default_factory=list)
+
+    @property
+    def resident_before_bytes(self) -> int:
+        """`used_before_bytes`, under the name a CPU's user looks for."""
+        return self.used_before_bytes
+
+    @property
+    def resident_after_bytes(self) -> int:
+        """`used_after_bytes`, under the name a CPU's user looks for."""
+        return self.used_after_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages in the account."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that crossed to the store (sleep) or came back from it (wake)."""
+        return sum(row.copied_bytes for row in self.rows)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of device memory given back by a sleep; 0 for a wake."""
+        return sum(row.freed_bytes for row in self.rows) if self.kind == "sleep" else 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of device memory taken again by a wake; 0 for a sleep."""
+        return sum(row.freed_bytes for row in self.rows) if self.kind == "wake" else 0
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """How far the kernel's or driver's difference is from ours: positive if more memory was in use
+        after the call than the account says. On a CPU, other threads of the process move it too."""
+        return self.used_after_bytes - self.used_before_bytes + self.freed_bytes - self.taken_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole call."""
+        return sum(self.stages.values())
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Copied bytes over the seconds of the copying stage; 0.0 if nothing was copied."""
+        seconds = self.stages.get("copy", 0.0)
+        return self.copied_bytes / seconds if seconds else 0.0
+
+    def bytes_by_fate(self) -> dict[Fate, int]:
+        """Bytes of storages for each fate that occurs."""
+        return self._sum(lambda row: row.fate)
+
+    def bytes_by_component(self) -> dict[str, int]:
+        """Bytes of storages for each component that occurs."""
+        return self._sum(lambda row: row.component)
+
+    def _sum(self, key: Any) -> dict[Any, int]:
+        sums: dict[Any, int] = {}
+        for row in self.rows:
+            sums[key(row)] = sums.get(key(row), 0) + row.nbytes
+        return sums
+
+    def to_json(self) -> dict[str, Any]:
+        """The ledger as plain JSON values, with its totals."""
+        plain = asdict(self)
+        plain["totals"] = {
+            "nbytes": self.nbytes,
+            "copied_bytes": self.copied_bytes,
+            "freed_bytes": self.freed_bytes,
+            "taken_bytes": self.taken_bytes,
+            "unexplained_bytes": self.unexplained_bytes,
+            "seconds": self.seconds,
+            "by_fate": {str(fate): nbytes for fate, nbytes in self.bytes_by_fate().items()},
+        }
+        return plain
+
+    def table(self) -> str:
+        """The account for a person: rows, totals, memory, rate and stages. GiB are 1024**3 bytes."""
+        return "\n".join([*_table(self.rows, self.kind), *self._footer()])
+
+    def _footer(self) -> Iterator[str]:
+        verb = "freed" if self.kind == "sleep" else "taken"
+        yield (
+            f"{self.kind}: {self.copied_bytes / GIB:.3f} GiB copied, "
+            f"{(self.freed_bytes + self.taken_bytes) / GIB:.3f} GiB {verb}, {self.seconds:.3f} s; "
+            f"in use {self.used_before_bytes / GIB:.3f} -> {self.used_after_bytes / GIB:.3f} GiB; store: {self.store}"
+        )
+        if self.bytes_per_s:
+            yield f"rate: {self.bytes_per_s / 1e9:.2f} GB/s"
+        if self.stages:
+            yield "seconds: " + ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stages.items())
+        for left in self.leftovers:
+            yield (
+                f"left on {left.device}: {left.nbytes / GIB:.3f} GiB, {left.dtype} {list(left.shape)}, "
+                f"held by {left.holder}"
+            )
+
+
+def _table(rows: Iterable[Row], kind: str) -> Iterator[str]:
+    moved, memory = ("written", "freed") if kind == "sleep" else ("read", "taken")
+    line = "{:<12} {:<15} {:<8} {:>8} {:>10} {:>10} {:>10}  {}"
+    yield line.format("component", "role", "fate", "storages", "GiB", moved, memory, "why").rstrip()
+    for row in rows:
+        yield line.format(
+            row.component,
+            row.role,
+            row.fate,
+            row.storages,
+            *(f"{n / GIB:.3f}" for n in (row.nbytes, row.copied_bytes, row.freed_bytes)),
+            row.reason,
+        ).rstrip()
+
+
+def add_up(rows: Iterable[Row]) -> list[Row]:
+    """Rows of one component, role, fate and reason in one row, in the order of first appearance."""
+    sums: dict[tuple[str, Role, Fate, str], list[int]] = {}
+    for row in rows:
+        total = sums.setdefault((row.component, row.role, row.fate, row.reason), [0, 0, 0, 0])
+        for i, n in enumerate((row.storages, row.nbytes, row.copied_bytes, row.freed_bytes)):
+            total[i] += n
+    return [Row(c, role, fate, *total, reason=reason) for (c, role, fate, reason), total in sums.items()]
+
+
+class Stopwatch:
+    """Adds up seconds by stage."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time the block under `name`; an exception is timed too."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
+
+
+def fates_in_words(by_fate: Mapping[Fate, int]) -> str:
+    """Example: `moved 1.002 GiB, clean 0.250 GiB`."""
+    return ", ".join(f"{fate} {nbytes / GIB:.3f} GiB" for fate, nbytes in by_fate.items() if nbytes)

@@ -1,0 +1,63 @@
+"""Which slot of the store holds the bytes of which storage, and what those bytes were.
+
+A slot outlives the wake: if the storage still has the same fingerprint at the next sleep, its bytes need
+not be copied again (`clean`). The shelf holds no storage alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torpor.fingerprint import Digest
+from torpor.stores.base import Slot, Store
+
+
+@dataclass(slots=True)
+class Place:
+    """A slot, and the fingerprint of the bytes in it; None while they are unknown."""
+
+    owner: StorageWeakRef
+    slot: Slot
+    digest: Digest | None = None
+
+
+class Shelf:
+    """The places of one store, by storage."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._places: dict[int, Place] = {}
+
+    def find(self, storage: torch.UntypedStorage, nbytes: int) -> Place | None:
+        """The place kept for this storage, if it still has this size."""
+        place = self._places.get(storage._cdata)
+        if place is None or place.owner.expired() or place.slot.nbytes != nbytes:
+            return None
+        return place
+
+    def sweep(self) -> None:
+        """Give back the slots of storages that are gone."""
+        self.remove([key for key, place in self._places.items() if place.owner.expired()])
+
+    def reserve(self, storages: Iterable[tuple[torch.UntypedStorage, int]]) -> list[int]:
+        """A place for each `(storage, nbytes)` that has none; all or nothing.
+
+        Returns the keys of the new places, for `remove` should the sleep fail.
+
+        Raises:
+            StoreFullError: they do not fit. Nothing was reserved.
+        """
+        new = [(storage, nbytes) for storage, nbytes in storages if self.find(storage, nbytes) is None]
+        self.remove([storage._cdata for storage, _ in new if storage._cdata in self._places])
+        slots = self._store.reserve([nbytes for _, nbytes in new])
+        for (storage, _), slot in zip(new, slots, strict=True):
+            self._places[storage._cdata] = Place(StorageWeakRef(storage), slot)
+        return [storage._cdata for storage, _ in new]
+
+    def remove(self, keys: Iterable[int]) -> None:
+        """Forget places and release their slots."""
+        self._store.release([self._places.pop(key).slot for key in keys])

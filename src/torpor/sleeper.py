@@ -1,0 +1,540 @@
+"""The sleeper: one state machine from awake to asleep and back.
+
+    awake ──sleep()──▶ asleep          each component on its own, in any order
+      ▲                  │
+      └──────wake()──────┘
+
+A call plans first (inventory, one fate for each storage), reserves room in the store, copies, and only then
+frees. A call that fails leaves everything where it was and can be made again. `sleep` on what sleeps and
+`wake` on what is awake move nothing. While something sleeps, reading is served from the store and computing
+raises `AsleepError`. A lazy wake and a sleep that does not block go on in one background thread; the next
+call, or the optimizer's step, waits for it. Methods may be called from several threads: one at a time gets in.
+
+A healthy end is `close()`, which wakes what sleeps and removes the store. After a crash the file store's
+leftovers are removed by the next run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self, overload
+
+import torch
+
+from torpor.background import Handle
+from torpor.errors import AsleepError, ClosedError, UsageError
+from torpor.falling import Falling, Sleeping, by_backend, drop_caches
+from torpor.guards import Guards
+from torpor.inventory import Inventory, take_inventory
+from torpor.kinds import Fate, Role, State
+from torpor.leftovers import find_leftovers
+from torpor.ledger import Ledger, Row, Stopwatch, add_up
+from torpor.memory import open_backends
+from torpor.memory.base import MemoryBackend
+from torpor.plan import Decision, Plan, choose_bytes, decide
+from torpor.reading import Reader
+from torpor.rules import default_rules
+from torpor.rules.base import Actor, Rule
+from torpor.rules.derived import Derived
+from torpor.shelf import Shelf
+from torpor.stores import open_store
+from torpor.stores.base import Store
+from torpor.waking import wake_up
+
+Components = str | Iterable[str] | None
+_Names = frozenset[str] | None
+
+#: Component names that may be asked for although nothing in them exists yet.
+_KNOWN = ("params", "adapters", "grads", "optimizer", "buffers", "caches")
+#: What a lazy wake may bring later: nothing before `Optimizer.step` reads it.
+_LATER = (Role.MASTER, Role.MOMENT)
+#: A sleep that does not block frees at least this much at a time.
+_BATCH_BYTES = 256 * 1024**2
+_ALL_AT_ONCE = 2**63
+
+
+class Sleeper:
+    """Puts the state of a training actor to sleep and wakes it, bit for bit.
+
+    Args:
+        model: one module, a list of chunks, or modules by name.
+        optimizer: one optimizer, a list, or optimizers by name. Their state may not exist yet.
+        extra: component name -> tensors the modules do not reach, in any nesting of containers. A plain
+            list or tensor becomes the component `"extra"`.
+        derived: caches that can be dropped or computed again, from `torpor.derived(...)`.
+        store: where bytes wait: `"file"` (node-local disk), `"pageable"` (host memory), or a `Store`.
+        store_dir: directory of the file store; private to the user, on a disk. Default: see `FileStore`.
+        memory: how memory is given back: `"auto"`, the name of one backend (`"madvise"`, `"resize"`), or backends.
+        verify: compare each storage's fingerprint at wake with the one taken at sleep, and rebuild what is to be
+            rebuilt once before its original is freed.
+        keep: components that never sleep.
+        dead_grads_after_step: after `Optimizer.step` a gradient that nothing has touched since is dead; it comes
+            back as zeros. Turn off if your loop reads gradients after the step or accumulates across steps.
+        report_leftovers: name tensors of at least 1 MiB that stay on the device in no component (scans the
+            process's Python objects once a sleep).
+
+    Raises:
+        UsageError: an option that cannot be, with the ones that can.
+        UnsafeStoreError: the file store's directory must not be trusted.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None,
+        *,
+        optimizer: torch.optim.Optimizer
+        | Sequence[torch.optim.Optimizer]
+        | Mapping[str, torch.optim.Optimizer]
+        | None = None,
+        extra: Mapping[str, object] | Sequence[object] | torch.Tensor | None = None,
+        derived: Sequence[Derived] = (),
+        store: str | Store = "file",
+        store_dir: str | Path | None = None,
+        memory: str | Sequence[MemoryBackend] = "auto",
+        verify: bool = True,
+        keep: Collection[str] = (),
+        dead_grads_after_step: bool = True,
+        report_leftovers: bool = True,
+    ) -> None:
+        self._actor = Actor(
+            models=_by_name(model, "model"),
+            optimizers=_by_name(optimizer, "optimizer"),
+            extra=extra if isinstance(extra, Mapping) else {} if extra is None else {"extra": extra},
+            derived=tuple(derived),
+        )
+        self._verify = verify
+        self._report_leftovers = report_leftovers
+        self._backends = open_backends(memory)
+        self._rules: Sequence[Rule] = default_rules(dead_grads_after_step=dead_grads_after_step)
+        self._keep = frozenset(self._names(keep) or ())
+        self._store = open_store(store, store_dir)
+        self._shelf = Shelf(self._store)
+        self._undo = [rule.attach(self._actor) for rule in self._rules]
+        self._guards = Guards(self._actor, self._on_use)
+        self._lock = threading.RLock()
+        self._asleep: dict[str, list[Sleeping]] = {}
+        self._partly: set[str] = set()
+        self._background: Handle | None = None
+        self._closed = False
+
+    # ---------------------------------------------------------------- sleep and wake
+
+    @overload
+    def sleep(
+        self, components: Components = None, *, need_bytes: int | None = None, blocking: Literal[True] = True
+    ) -> Ledger: ...
+    @overload
+    def sleep(
+        self, components: Components = None, *, need_bytes: int | None = None, blocking: Literal[False]
+    ) -> Handle: ...
+
+    def sleep(
+        self, components: Components = None, *, need_bytes: int | None = None, blocking: bool = True
+    ) -> Ledger | Handle:
+        """Free the memory of `components` (all if None); what already sleeps is left alone.
+
+        Args:
+            components: a name, several, or None for all.
+            need_bytes: free this many bytes of device memory, taking storages that need no copy first and as
+                few bytes more as storages allow. Components may be partly asleep afterwards.
+            blocking: False returns a `Handle` at once; memory is freed as the copies finish.
+
+        Returns:
+            The ledger, or the handle whose `result()` is the ledger.
+
+        Raises:
+            UsageError: an unknown component, or `need_bytes` below 1 or above what a full sleep would free.
+            StoreFullError: the store has no room. Nothing was freed.
+            StoreError, MemoryBackendError: the system refused. Everything is awake and intact.
+        """
+        names = self._names(components)
+        if need_bytes is not None and need_bytes < 1:
+            raise UsageError(f"need_bytes={need_bytes}: must be at least 1; leave it out to free everything")
+        self._settle()
+        if blocking:
+            return self._sleep(names, need_bytes, _ALL_AT_ONCE)
+        self._background = Handle("sleep", lambda freed: self._sleep(names, need_bytes, _BATCH_BYTES, freed))
+        return self._background
+
+    def wake(self, components: Components = None, *, lazy: bool = False, wait_s: float = 0.0) -> Ledger:
+        """Bring `components` back (all if None); what is awake is left alone.
+
+        Args:
+            components: a name, several, or None for all.
+            lazy: return when everything a forward and backward pass needs is there; masters and moments
+                follow in the background, and `Optimizer.step` waits for them.
+            wait_s: seconds to wait for memory that somebody promised to free.
+
+        Returns:
+            The ledger. After a lazy wake `finish()` returns the ledger of the rest.
+
+        Raises:
+            UsageError: an unknown component.
+            NotEnoughMemoryError: the memory is not there. Everything still sleeps; try again.
+            CorruptError: bytes came back different. Everything still sleeps.
+            StoreError, MemoryBackendError: the system refused. Everything still sleeps.
+        """
+        names = self._names(components)
+        self._settle()
+        with self._lock:
+            chosen = [s for name, group in self._asleep.items() if names is None or name in names for s in group]
+            later = [s for s in chosen if lazy and s.decision.entry.role in _LATER]
+            ledger = self._wake([s for s in chosen if s not in later] if later else chosen, wait_s)
+            if later:
+                self._background = Handle("wake", lambda _: self._wake(later, wait_s))
+            return ledger
+
+    def finish(self) -> Ledger | None:
+        """Wait for what goes on in the background; its ledger, or None if nothing did.
+
+        Raises what the background work raised.
+        """
+        handle, self._background = self._background, None
+        return handle.result() if handle is not None else None
+
+    def prewarm(self) -> int:
+        """Reserve the store's room now, so that the first sleep does not pay for it; the bytes reserved."""
+        self._settle()
+        with self._lock:
+            self._require_open()
+            decisions = self._plan(None, None).decisions
+            self._shelf.reserve((d.entry.storage, d.entry.nbytes) for d in decisions if d.fate is Fate.MOVED)
+            return self._store.reserved_bytes
+
+    def close(self) -> None:
+        """Wake what sleeps, take every hook away and give the store back. Idempotent.
+
+        Raises what a `wake()` raises; the sleeper stays open then.
+        """
+        if self._closed:
+            return
+        self.wake()
+        with self._lock:
+            self._closed = True
+            self._guards.disarm()
+            for undo in reversed(self._undo):
+                undo()
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def asleep(self, components: Components = None) -> Iterator[Self]:
+        """`components` sleep inside the block; afterwards, on exceptions too, what the block found is restored."""
+        before = self._asleep_keys()
+        self.sleep(components)
+        try:
+            yield self
+        finally:
+            self._settle()
+            with self._lock:
+                names = self._names(components)
+                self._wake(
+                    [
+                        s
+                        for name, group in self._asleep.items()
+                        if names is None or name in names
+                        for s in group
+                        if s.storage._cdata not in before
+                    ],
+                    0.0,
+                )
+
+    @contextmanager
+    def awake(self, components: Components = None) -> Iterator[Self]:
+        """`components` are awake inside the block; afterwards, on exceptions too, what slept before sleeps again."""
+        names = self._names(components)
+        before = {name: set(self._keys(group)) for name, group in self._asleep.items()}
+        partly = set(self._partly)
+        self.wake(components)
+        try:
+            yield self
+        finally:
+            slept = [name for name in before if names is None or name in names]
+            self._settle()
+            self._sleep(frozenset(slept) - partly, None, _ALL_AT_ONCE)
+            for name in partly.intersection(slept):
+                self._sleep(frozenset([name]), None, _ALL_AT_ONCE, only=before[name])
+
+    # ---------------------------------------------------------------- looking
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether any component, or a part of one, sleeps."""
+        return bool(self._asleep)
+
+    def components(self) -> dict[str, State]:
+        """The state of every component that has storages, now."""
+        with self._lock:
+            states = dict.fromkeys(self._inventory().by_component(), State.AWAKE)
+            for name in self._asleep:
+                states[name] = State.PARTLY if name in self._partly else State.ASLEEP
+        handle = self._background
+        if handle is not None and not handle.done:
+            return {name: State.WAKING if state is not State.AWAKE else state for name, state in states.items()}
+        return states
+
+    def explain(self, components: Components = None) -> str:
+        """What a sleep would do now, storage group by storage group, with the reasons. Moves nothing."""
+        names = self._names(components)
+        self._settle()
+        with self._lock:
+            self._require_open()
+            return self._plan(names, None).table()
+
+    def state_dict(self, name: str | None = None) -> dict[str, Any]:
+        """The model's `state_dict()`: from the store, as CPU tensors, where it sleeps; wakes nothing.
+
+        Args:
+            name: which model, if there are several.
+
+        Tensors that are awake come back as they are, detached. Ties are kept.
+        """
+        model = _only(self._actor.models, name, "model")
+        return self._read(lambda: model.state_dict())
+
+    def optimizer_state_dict(self, name: str | None = None) -> dict[str, Any]:
+        """The optimizer's `state_dict()`, read as `state_dict` reads the model's."""
+        optimizer = _only(self._actor.optimizers, name, "optimizer")
+        return self._read(lambda: optimizer.state_dict())
+
+    def stream(self, name: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the model's `state_dict()` one after the other, holding one host copy at a time.
+
+        Args:
+            name: which model, if there are several.
+
+        Raises:
+            ClosedError, UsageError: before the first tensor.
+        """
+        model = _only(self._actor.models, name, "model")
+        self._settle()
+        with self._lock, self._guards.suspended():
+            self._require_open()
+            state = model.state_dict()
+        return self._stream(state)
+
+    def read(self, tensors: Any) -> Any:
+        """Any nesting of tensors with a host copy in the place of each that sleeps; the others pass, detached."""
+        return self._read(lambda: tensors)
+
+    # ---------------------------------------------------------------- inside
+
+    def _sleep(
+        self,
+        names: _Names,
+        need_bytes: int | None,
+        batch_bytes: int,
+        on_freed: Callable[[int], None] = lambda _: None,
+        only: Collection[int] | None = None,
+    ) -> Ledger:
+        with self._lock:
+            self._require_open()
+            watch = Stopwatch()
+            ledger = self._open_ledger("sleep")
+            with watch.stage("plan"):
+                plan = self._plan(names, need_bytes, only)
+                known = self._known_storages(plan)
+            with watch.stage("drop"):
+                rows = drop_caches(plan.decisions)
+            on_freed(sum(row.freed_bytes for row in rows))
+            decisions = [d for d in plan.decisions if d.fate is not Fate.DROPPED]
+            with watch.stage("drain"):
+                _drain(decisions)
+            sleepers = self._fall(decisions, watch, batch_bytes, on_freed)
+            self._note_partial(names, need_bytes is not None or only is not None)
+            with watch.stage("account"):
+                self._close_ledger(ledger, [*rows, *(s.row() for s in sleepers)], watch)
+                if self._report_leftovers:
+                    ledger.leftovers = find_leftovers(known, self._backends.keys())
+            return ledger
+
+    def _fall(
+        self, decisions: Sequence[Decision], watch: Stopwatch, batch_bytes: int, on_freed: Callable[[int], None]
+    ) -> list[Sleeping]:
+        going = [d for d in decisions if d.backend is not None]
+        staying = [Sleeping(d) for d in decisions if d.backend is None]
+        self._arm([*going, *(s.decision for s in staying)])
+        falling = Falling(self._store, self._shelf, watch, prove_rebuilds=self._verify)
+        try:
+            sleepers = falling.run(going, batch_bytes, on_freed)
+        except BaseException:
+            self._adopt(falling.stuck)
+            raise
+        self._adopt([*sleepers, *(s for s in staying if s.decision.entry.component not in self._keep)])
+        return [*sleepers, *staying]
+
+    def _wake(self, sleepers: Sequence[Sleeping], wait_s: float) -> Ledger:
+        with self._lock:
+            self._require_open()
+            watch = Stopwatch()
+            ledger = self._open_ledger("wake")
+            wake_up(
+                sleepers, self._store, watch, resolve=self._reader().tensor, verify=self._verify, wait_s=wait_s
+            )
+            self._release(sleepers)
+            for sleeping in sleepers:
+                sleeping.copied_bytes = sleeping.place.slot.nbytes if sleeping.place is not None else 0
+            with watch.stage("account"):
+                self._close_ledger(ledger, [s.row() for s in sleepers], watch)
+            return ledger
+
+    def _plan(self, names: _Names, need_bytes: int | None, only: Collection[int] | None = None) -> Plan:
+        """Decisions for everything that is awake, in `names`, and in `only` if given."""
+        self._shelf.sweep()
+        inventory = self._inventory()
+        self._require_known(names, inventory)
+        asleep = self._asleep_keys()
+        entries = [
+            entry
+            for entry in inventory.entries
+            if (names is None or entry.component in names)
+            and entry.storage._cdata not in asleep
+            and (only is None or entry.storage._cdata in only)
+        ]
+        plan = decide(entries, self._backends, self._keep)
+        if need_bytes is None:
+            return plan
+        can_free = sum(d.releasable_bytes for d in plan.decisions)
+        if need_bytes > can_free:
+            raise UsageError(
+                f"need_bytes={need_bytes}: what is awake in {sorted(names) if names else 'all components'} frees "
+                f"at most {can_free} bytes; explain() lists it"
+            )
+        return choose_bytes(plan, need_bytes)
+
+    def _inventory(self) -> Inventory:
+        return take_inventory(self._actor, self._rules)
+
+    def _known_storages(self, plan: Plan) -> set[int]:
+        """Every storage in the account, asleep or awake, that a component knows."""
+        known = {s._cdata for entry in self._inventory().entries for s in entry.storages}
+        return known | self._asleep_keys() | {s._cdata for d in plan.decisions for s in d.entry.storages}
+
+    def _adopt(self, sleepers: Sequence[Sleeping]) -> None:
+        for sleeping in sleepers:
+            self._asleep.setdefault(sleeping.decision.entry.component, []).append(sleeping)
+        self._arm()
+
+    def _release(self, sleepers: Sequence[Sleeping]) -> None:
+        woken = {id(s) for s in sleepers}
+        for name in list(self._asleep):
+            self._asleep[name] = [s for s in self._asleep[name] if id(s) not in woken]
+            if not self._asleep[name]:
+                del self._asleep[name]
+                self._partly.discard(name)
+        self._arm()
+
+    def _arm(self, falling: Sequence[Decision] = ()) -> None:
+        """Guard what sleeps and what is falling asleep."""
+        entries = [s.decision.entry for group in self._asleep.values() for s in group]
+        entries += [d.entry for d in falling if d.entry.component not in self._keep]
+        self._guards.arm({s._cdata: entry.component for entry in entries for s in entry.storages})
+
+    def _on_use(self, name: str, component: str, operation: str) -> None:
+        """A guarded operation: wait for a wake that is under way, refuse otherwise."""
+        self._settle()
+        if component in self._asleep:
+            remedy = (
+                f"Read it with the sleeper's {operation}()."
+                if operation == "state_dict"
+                else f"Call wake('{component}') first."
+            )
+            raise AsleepError(name, component, operation, remedy)
+
+    def _settle(self) -> None:
+        """Nothing goes on in the background when this returns."""
+        handle, self._background = self._background, None
+        if handle is not None:
+            handle.settle()
+
+    def _read(self, values: Callable[[], Any]) -> Any:
+        self._settle()
+        with self._lock, self._guards.suspended():
+            self._require_open()
+            return self._reader().tree(values())
+
+    def _stream(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                with self._lock:
+                    self._require_open()
+                    tensor = self._reader().tensor(value)
+                yield key, tensor
+
+    def _reader(self) -> Reader:
+        return Reader([s for group in self._asleep.values() for s in group], self._store)
+
+    def _asleep_keys(self) -> set[int]:
+        return set(self._keys(s for group in self._asleep.values() for s in group))
+
+    @staticmethod
+    def _keys(sleepers: Iterable[Sleeping]) -> Iterator[int]:
+        return (storage._cdata for s in sleepers for storage in s.decision.entry.storages)
+
+    def _note_partial(self, names: _Names, partial: bool) -> None:
+        touched = set(self._asleep) if names is None else names & set(self._asleep)
+        if not partial:
+            self._partly -= touched
+            return
+        awake = {d.entry.component for d in self._plan(frozenset(touched), None).decisions if d.releasable_bytes}
+        self._partly = (self._partly - touched) | (touched & awake)
+
+    def _open_ledger(self, kind: Literal["sleep", "wake"]) -> Ledger:
+        return Ledger(kind, self._store.describe(), used_before_bytes=self._used_bytes())
+
+    def _close_ledger(self, ledger: Ledger, rows: Iterable[Row], watch: Stopwatch) -> None:
+        ledger.rows = add_up(rows)
+        ledger.stages = watch.stages
+        ledger.used_after_bytes = self._used_bytes()
+        ledger.store_bytes = self._store.reserved_bytes
+        ledger.host_bytes = self._store.host_bytes
+
+    def _used_bytes(self) -> int:
+        return sum(backends[0].used_bytes(torch.device(kind)) for kind, backends in self._backends.items())
+
+    def _names(self, components: Components | Collection[str]) -> _Names:
+        if components is None:
+            return None
+        return frozenset([components] if isinstance(components, str) else components)
+
+    def _require_known(self, names: _Names, inventory: Inventory) -> None:
+        known = {*_KNOWN, *self._actor.extra, *inventory.by_component(), *self._asleep}
+        unknown = (names or frozenset()) | self._keep
+        if not unknown <= known:
+            raise UsageError(f"unknown component {sorted(unknown - known)}; there are {sorted(known)}")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this sleeper was closed; make a new one")
+
+
+def _drain(decisions: Sequence[Decision]) -> None:
+    """Finish the work in flight on every stream of every device whose bytes are about to be read."""
+    for device in {d.entry.device for d in decisions if d.entry.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def _by_name(things: Any, kind: str) -> dict[str, Any]:
+    if things is None:
+        return {}
+    if isinstance(things, Mapping):
+        return dict(things)
+    if isinstance(things, list | tuple):
+        return {f"{kind}{i}": thing for i, thing in enumerate(things)}
+    return {kind: things}
+
+
+def _only(things: Mapping[str, Any], name: str | None, kind: str) -> Any:
+    if name is None and len(things) == 1:
+        return next(iter(things.values()))
+    if name is None or name not in things:
+        raise UsageError(f"{kind} {name!r}: this sleeper has {sorted(things)}; name one of them")
+    return things[name]

@@ -1,0 +1,102 @@
+"""Waking up: wait for room, take the memory, bring the bytes, verify. A failure leaves everything asleep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
+from torpor.falling import STORED, Sleeping, by_backend
+from torpor.fingerprint import fingerprint
+from torpor.kinds import Fate
+from torpor.ledger import Stopwatch
+from torpor.memory.base import MemoryBackend, byte_view
+from torpor.stores.base import Store
+from torpor.transfer import load
+
+#: Seconds between two looks at the free memory while waiting for room.
+_POLL_S = 0.02
+
+#: Resolves a tensor that may sleep to one with its contents: itself, or a host copy from the store.
+Resolve = Callable[[torch.Tensor], torch.Tensor]
+
+
+def wake_up(
+    sleepers: Sequence[Sleeping],
+    store: Store,
+    stopwatch: Stopwatch,
+    *,
+    resolve: Resolve,
+    verify: bool,
+    wait_s: float,
+) -> None:
+    """Memory and contents of `sleepers` come back, or nothing does.
+
+    Raises:
+        NotEnoughMemoryError: the memory was not free within `wait_s` seconds.
+        CorruptError: bytes came back different; names them.
+        MemoryBackendError, StoreError: the system refused.
+    """
+    groups = by_backend(sleepers)
+    with stopwatch.stage("wait"):
+        _wait_for_room(groups, wait_s)
+    try:
+        with stopwatch.stage("restore"):
+            for backend, group in groups:
+                backend.restore([sleeping.storage for sleeping in group])
+        with stopwatch.stage("copy"):
+            load([sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED], store)
+        with stopwatch.stage("rebuild"):
+            _remake(sleepers, resolve)
+        if verify:
+            with stopwatch.stage("verify"):
+                _verify(sleepers)
+    except BaseException:
+        _fall_back(groups)
+        raise
+
+
+def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    for backend, group in groups:
+        for device in {sleeping.decision.entry.device for sleeping in group}:
+            needed = sum(s.decision.releasable_bytes for s in group if s.decision.entry.device == device)
+            while (free := backend.free_bytes(device)) < needed:
+                if time.monotonic() >= deadline:
+                    raise NotEnoughMemoryError(
+                        needed, free, str(device), "Free memory there and wake again, or wait for it with wait_s=."
+                    )
+                time.sleep(_POLL_S)
+
+
+def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
+    """Zero what was dead; recompute what is derived, from sources that are awake or read from the store."""
+    for sleeping in sleepers:
+        if sleeping.fate is Fate.ZEROED:
+            byte_view(sleeping.storage).zero_()
+    for sleeping in sleepers:
+        rebuild = sleeping.decision.entry.rebuild
+        if sleeping.fate is Fate.REBUILT and rebuild is not None:
+            out = sleeping.decision.entry.claims[0].tensor
+            rebuild.fn(out, *(resolve(source) for source in rebuild.sources))
+
+
+def _verify(sleepers: Sequence[Sleeping]) -> None:
+    damaged = [
+        sleeping.decision.entry.name
+        for sleeping in sleepers
+        if sleeping.digest is not None and fingerprint(byte_view(sleeping.storage)) != sleeping.digest
+    ]
+    if damaged:
+        raise CorruptError(damaged, "fingerprints differ from those taken at sleep; everything is still asleep")
+
+
+def _fall_back(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]]) -> None:
+    """Give back what this call took. The store still holds every byte."""
+    for backend, group in groups:
+        try:
+            backend.release([sleeping.storage for sleeping in group])
+        except TorporError:
+            continue  # its memory stays taken; the bytes in the store decide at the next wake
