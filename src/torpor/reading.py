@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from torpor.falling import STORED, Sleeping
 from torpor.kinds import Fate
+from torpor.memory.base import byte_view
 from torpor.stores.base import Store
 from torpor.transfer import read
 
@@ -17,56 +19,82 @@ from torpor.transfer import read
 class Reader:
     """Host copies of sleeping tensors; ties between them are kept within one `tree` call."""
 
-    def __init__(self, sleeping: Mapping[int, Sleeping], store: Store) -> None:
-        self._sleeping = sleeping
+    def __init__(self, sleepers: Iterable[Sleeping], store: Store) -> None:
         self._store = store
+        self._by_storage = {
+            storage._cdata: (sleeping, _shift_bytes(storage, sleeping))
+            for sleeping in sleepers
+            if sleeping.decision.backend is not None
+            for storage in sleeping.decision.entry.storages
+        }
 
     def tree(self, values: Any) -> Any:
-        """`values` with a host copy in the place of each sleeping tensor; awake tensors are passed through, detached.
+        """`values` with a host copy in the place of each sleeping tensor; awake tensors pass, detached.
 
         Containers are those of `torch.utils._pytree` (dict, list, tuple and such).
         """
-        ties: dict[tuple[Any, ...], torch.Tensor] = {}
+        ties: dict[int, torch.Tensor] = {}
+        seen: dict[tuple[Any, ...], torch.Tensor] = {}
 
         def one(tensor: torch.Tensor) -> torch.Tensor:
-            key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-            if key not in ties:
-                ties[key] = self.tensor(tensor)
-            return ties[key]
+            if id(tensor) not in ties:
+                ties[id(tensor)] = self._tied(tensor, seen)
+            return ties[id(tensor)]
 
         return tree_map_only(torch.Tensor, one, values)
 
+    def _tied(self, tensor: torch.Tensor, seen: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+            return self.tensor(tensor)
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        if key not in seen:
+            seen[key] = self.tensor(tensor)
+        return seen[key]
+
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """One tensor with its contents: itself, detached, if awake; a host copy of its shape and strides if asleep."""
-        sleeping = self._sleeping.get(tensor.untyped_storage()._cdata)
-        if sleeping is None or sleeping.decision.backend is None:
+        if is_traceable_wrapper_subclass(tensor):
+            return self._subclass(tensor)
+        if tensor.layout is not torch.strided:
             return tensor.detach()
-        return self._host_copy(tensor, sleeping)
+        found = self._by_storage.get(tensor.untyped_storage()._cdata)
+        return tensor.detach() if found is None else self._host_copy(tensor, *found)
 
-    def _host_copy(self, tensor: torch.Tensor, sleeping: Sleeping) -> torch.Tensor:
-        start, nbytes = _extent(tensor)
+    def _subclass(self, tensor: Any) -> torch.Tensor:
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: self.tensor(getattr(tensor, name)) for name in names}
+        rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+        return rebuilt
+
+    def _host_copy(self, tensor: torch.Tensor, sleeping: Sleeping, shift_bytes: int) -> torch.Tensor:
+        first, nbytes = _extent(tensor)
+        start = first + shift_bytes
         if nbytes == 0:
-            return torch.empty(tensor.size(), dtype=tensor.dtype)
-        if sleeping.fate is Fate.REBUILT:
-            return self._rebuilt(sleeping, tensor)
-        if sleeping.fate in STORED and sleeping.place is not None:
+            block = torch.empty(0, dtype=torch.uint8)
+        elif sleeping.fate in STORED and sleeping.place is not None:
             block = read(self._store, sleeping.place.slot, start, nbytes)
+        elif sleeping.fate is Fate.REBUILT:
+            block = byte_view(self._rebuilt(sleeping).untyped_storage())[start : start + nbytes].clone()
         else:
             block = torch.zeros(nbytes, dtype=torch.uint8)
-        return _shaped(block, tensor)
+        # bytes `[nbytes]` as a tensor of the dtype, shape and strides wanted, at offset 0
+        return torch.empty(0, dtype=tensor.dtype).set_(block.untyped_storage(), 0, tensor.size(), tensor.stride())
 
-    def _rebuilt(self, sleeping: Sleeping, tensor: torch.Tensor) -> torch.Tensor:
-        """Recompute the whole storage on the host, then cut the wanted tensor out of it."""
+    def _rebuilt(self, sleeping: Sleeping) -> torch.Tensor:
+        """The whole storage, computed again on the host."""
         entry = sleeping.decision.entry
         original = entry.claims[0].tensor
         whole = torch.empty_strided(original.size(), original.stride(), dtype=original.dtype)
         if entry.rebuild is None:
             raise TypeError(f"{entry.name} is to be rebuilt, and no claim says how")
         entry.rebuild.fn(whole, *(self.tensor(source) for source in entry.rebuild.sources))
-        storage = whole.untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype).set_(
-            storage, tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        return whole
+
+
+def _shift_bytes(storage: torch.UntypedStorage, sleeping: Sleeping) -> int:
+    """How far into the stored bytes this storage begins: not 0 only for one that lies inside another."""
+    entry = sleeping.decision.entry
+    return 0 if storage is entry.storage else storage.data_ptr() - entry.address
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -75,9 +103,3 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return tensor.storage_offset() * tensor.itemsize, (last + 1) * tensor.itemsize
-
-
-def _shaped(block: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Bytes `[nbytes]` as a tensor of the dtype, shape and strides of `like`, at offset 0."""
-    return torch.empty(0, dtype=like.dtype).set_(block.untyped_storage(), 0, like.size(), like.stride())
-

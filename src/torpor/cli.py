@@ -1,0 +1,32 @@
+"""`torpor train | plan | report`. Imports torch only in the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torpor
+from torpor.forecast import command as plan
+from torpor.report import command as report
+from torpor.rl import command as train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is its result. User mistakes exit with 2 and one line, no traceback."""
+    parser = argparse.ArgumentParser(prog="torpor", description=torpor.__doc__, formatter_class=_Formatter)
+    parser.add_argument("--version", action="version", version=f"torpor {torpor.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (train, plan, report):
+        command.register(commands)
+    arguments = parser.parse_args(argv)
+    run: int = arguments.run(arguments)
+    return run
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the package's docstring."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
