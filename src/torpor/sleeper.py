@@ -36,7 +36,7 @@ from torpor.memory import open_backends
 from torpor.memory.base import MemoryBackend
 from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
-from torpor.rules import default_rules
+from torpor.rules.standard import standard_rules
 from torpor.rules.base import Actor, Rule
 from torpor.rules.derived import Derived
 from torpor.shelf import Shelf
@@ -108,7 +108,7 @@ class Sleeper:
         self._verify = verify
         self._report_leftovers = report_leftovers
         self._backends = open_backends(memory)
-        self._rules: Sequence[Rule] = default_rules(dead_grads_after_step=dead_grads_after_step)
+        self._rules: Sequence[Rule] = standard_rules(dead_grads_after_step=dead_grads_after_step)
         self._keep = frozenset(self._names(keep) or ())
         self._store = open_store(store, store_dir)
         self._shelf = Shelf(self._store)
