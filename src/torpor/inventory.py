@@ -12,9 +12,9 @@ Tensors share storages (views, ties), and two storages can share memory (numpy r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -72,7 +72,7 @@ class Entry:
 
     def forget(self) -> None:
         """Let go of the storages, so that their owner's drop can free them. Names and sizes stay."""
-        self.storage = torch.UntypedStorage(0)
+        self.storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         self.storages = ()
         self.claims = tuple(replace(claim, tensor=_like_on_meta(claim.tensor)) for claim in self.claims)
 
@@ -96,7 +96,7 @@ class Inventory:
         return components
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
-        """The entry with the memory of `tensor` (of its first part, for a subclass); None if there is none."""
+        """The entry with the memory of `tensor` (of a subclass: its first part); None if there is none."""
         for _, part, why_left in plain("", tensor):
             if not why_left:
                 storage = part.untyped_storage()
@@ -106,7 +106,9 @@ class Inventory:
     def _at(self, storage: torch.UntypedStorage) -> Entry | None:
         """By address: another storage over memory that an entry has."""
         begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        spots = sorted((e.address, i) for i, e in enumerate(self.entries) if e.device == storage.device and e.nbytes)
+        spots = sorted(
+            (e.address, i) for i, e in enumerate(self.entries) if e.device == storage.device and e.nbytes
+        )
         position = bisect_right(spots, (begin, len(self.entries))) - 1
         if position < 0 or begin == end:
             return None
@@ -115,5 +117,255 @@ class Inventory:
 
 
 def take_inventory(actor: Actor, rules: Sequence[Rule]) -> Inventory:
-    """Ask every rule for its claims and merge them, one entry for each piece of memory."""
-    raise NotImplementedError
+    """Ask every rule for its claims and merge them: one entry for each piece of memory.
+
+    Where claims are equally strong the earlier rule's goes first, so give the rules from the most specific
+    to the most general. The fate of an entry does not depend on any order.
+    """
+    found, left = _collect(actor, rules)
+    gates = _Gates()
+    entries = [_entry(piece, gates) for piece in _pieces(found)]
+    inventory = Inventory(_in_order(entries), left, {s._cdata: e for e in entries for s in e.storages})
+    _move_what_has_no_source(inventory)
+    return inventory
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """One storage and what was claimed on it, in the order of the claims."""
+
+    storage: torch.UntypedStorage
+    claims: list[Claim]
+    nbytes: int = 0
+    address: int = 0
+
+
+_Piece: TypeAlias = list[_Found]
+"""Storages over the same memory. The first begins at the lowest address, and is the largest that does."""
+
+
+def _collect(actor: Actor, rules: Sequence[Rule]) -> tuple[list[_Found], list[Claim]]:
+    by_storage: dict[int, _Found] = {}
+    left: list[Claim] = []
+    for rule in rules:
+        for claim in rule.claims(actor):
+            if claim.fate is Fate.LEFT:
+                left.append(claim)
+                continue
+            storage = claim.tensor.untyped_storage()
+            found = by_storage.get(storage._cdata)
+            if found is None:
+                by_storage[storage._cdata] = _Found(storage, [claim])
+            else:
+                found.claims.append(claim)
+    with_memory = []
+    for found in by_storage.values():
+        found.nbytes = found.storage.nbytes()
+        found.address = found.storage.data_ptr()
+        if found.address or not found.nbytes:
+            with_memory.append(found)
+        else:
+            left += [replace(claim, fate=Fate.LEFT, reason="no memory behind it") for claim in found.claims]
+    return with_memory, left
+
+
+def _pieces(found: Sequence[_Found]) -> list[_Piece]:
+    """Storages that share at least one byte belong together. In the order of the first claim."""
+    spans: dict[torch.device, list[tuple[int, int, int]]] = {}
+    pieces: dict[int, _Piece] = {}
+    for index, one in enumerate(found):
+        if one.nbytes:
+            spans.setdefault(one.storage.device, []).append((one.address, -one.nbytes, index))
+        else:
+            pieces[index] = [one]
+    for on_device in spans.values():
+        on_device.sort()
+        end = first = 0
+        for address, minus_nbytes, index in on_device:
+            if address >= end:
+                first = index
+                pieces[index] = [found[index]]
+            else:
+                pieces[first].append(found[index])
+            end = max(end, address - minus_nbytes)
+    return [piece for _, piece in sorted(pieces.items(), key=lambda item: item[0])]
+
+
+def _entry(piece: _Piece, gates: _Gates) -> Entry:
+    first = piece[0]
+    nbytes = first.nbytes
+    if len(piece) == 1:
+        verdict = _judge(first.claims, first.address, nbytes, gates)
+    else:
+        nbytes = max(one.address + one.nbytes for one in piece) - first.address
+        verdict = _judge([claim for one in piece for claim in one.claims], first.address, nbytes, gates)
+        if nbytes > first.nbytes:
+            verdict = verdict._replace(fate=Fate.KEPT, reason=_overlap(piece))
+    claims = verdict.claims
+    strongest = claims[0]
+    return Entry(
+        first.storage,
+        nbytes,
+        first.storage.device,
+        first.address,
+        strongest.role,
+        strongest.component,
+        (strongest.name,) if len(claims) == 1 else tuple(dict.fromkeys(claim.name for claim in claims)),
+        claims,
+        verdict.fate,
+        verdict.reason,
+        tuple(one.storage for one in piece),
+    )
+
+
+def _overlap(piece: _Piece) -> str:
+    names = ", ".join(one.claims[0].name for one in piece[:4])
+    return f"separate storages overlap in part: {names}"
+
+
+def _in_order(entries: list[Entry]) -> list[Entry]:
+    components: dict[str, int] = {}
+    keys = [
+        (components.setdefault(e.component, len(components)), e.names[0], i) for i, e in enumerate(entries)
+    ]
+    return [entries[i] for _, _, i in sorted(keys)]
+
+
+_GIVES_UP_CONTENTS = frozenset({Fate.ZEROED, Fate.DROPPED, Fate.REBUILT})
+#: For the rule of torch.nn an adapter is a parameter: whoever knows that it is an adapter knows more.
+_STRENGTH = {role: -1 if role is Role.ADAPTER else role.rank for role in Role}
+
+
+class _Verdict(NamedTuple):
+    claims: tuple[Claim, ...]
+    """The strongest first."""
+    fate: Fate
+    reason: str
+
+
+class _Gates:
+    """Asks each gate once for each inventory."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, bool] = {}
+
+    def reason_if_closed(self, claim: Claim) -> str | None:
+        for gate in claim.gates:
+            if not self._is_open(gate):
+                return gate.reason_when_closed
+        return None
+
+    def _is_open(self, gate: Gate) -> bool:
+        if id(gate) not in self._answers:
+            self._answers[id(gate)] = gate.is_open()
+        return self._answers[id(gate)]
+
+
+def _judge(found: list[Claim], address: int, nbytes: int, gates: _Gates) -> _Verdict:
+    """Order the claims and find the most careful fate."""
+    if len(found) == 1 and found[0].fate is Fate.MOVED:
+        return _Verdict((found[0],), Fate.MOVED, found[0].reason)
+    claims, voters = _by_strength(found)
+    for claim in claims:
+        if claim.fate is Fate.KEPT:
+            return _Verdict(claims, Fate.KEPT, claim.reason)
+    opinions = [_opinion(claim, gates) for claim in voters]
+    wanted = next((fate for fate, _ in opinions if fate in _GIVES_UP_CONTENTS), None)
+    if wanted is None:
+        return _Verdict(claims, Fate.MOVED, opinions[0][1])
+    for claim, (fate, reason) in zip(voters, opinions, strict=True):
+        if fate is not wanted:
+            return _Verdict(claims, Fate.MOVED, _forbidden(wanted, claim, fate, reason))
+    objection = _gap(voters, wanted, address, nbytes)
+    if objection:
+        return _Verdict(claims, Fate.MOVED, f"not {wanted}: {objection}")
+    return _Verdict(claims, wanted, opinions[0][1])
+
+
+def _by_strength(found: list[Claim]) -> tuple[tuple[Claim, ...], list[Claim]]:
+    """All claims, the strongest first, and those of them that have a say in the fate.
+
+    A claim by place alone has none where the user declared the storage, and none where another rule knows
+    the same role.
+    """
+    declared = any(claim.standing is Standing.DECLARED for claim in found)
+    known = {claim.role for claim in found if claim.standing is Standing.KNOWN}
+
+    def weakness(claim: Claim) -> tuple[bool, int]:
+        return declared and claim.standing is Standing.FOUND, _STRENGTH[claim.role]
+
+    claims = tuple(sorted(found, key=weakness))
+    voters = [c for c in claims if c.standing is not Standing.FOUND or not (declared or c.role in known)]
+    return claims, voters
+
+
+def _opinion(claim: Claim, gates: _Gates) -> tuple[Fate, str]:
+    if claim.fate not in _GIVES_UP_CONTENTS:
+        return Fate.MOVED, claim.reason
+    closed = gates.reason_if_closed(claim)
+    return (claim.fate, claim.reason) if closed is None else (Fate.MOVED, closed)
+
+
+def _forbidden(wanted: Fate, claim: Claim, fate: Fate, reason: str) -> str:
+    why = f"{claim.name} ({claim.role}) is to be {fate}"
+    return f"not {wanted}: {why}" + (f": {reason}" if reason else "")
+
+
+def _gap(claims: Sequence[Claim], fate: Fate, address: int, nbytes: int) -> str:
+    """Why `claims`, which all allow `fate`, are not enough for the whole memory; empty if they are."""
+    if fate is Fate.REBUILT:
+        if any(claim.rebuild is not claims[0].rebuild for claim in claims):
+            return "several rebuilds are declared for one storage"
+        claims = claims[:1]
+    covered = _covered_bytes([claim.tensor for claim in claims], address, nbytes)
+    return "" if covered == nbytes else f"the claims cover {covered} of the storage's {nbytes} bytes"
+
+
+def _covered_bytes(tensors: Sequence[torch.Tensor], address: int, nbytes: int) -> int:
+    if not nbytes or any(t.nbytes == nbytes and _is_dense(t) for t in tensors):
+        return nbytes
+    covered, end = 0, address
+    for begin, length in sorted((t.data_ptr(), t.nbytes) for t in tensors if _is_dense(t)):
+        covered += max(0, begin + length - max(end, begin))
+        end = max(end, begin + length)
+    return covered
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their range of memory, each byte once, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _move_what_has_no_source(inventory: Inventory) -> None:
+    """A rebuild needs sources that themselves come back by copy, or never left."""
+    for entry, reason in [(entry, _missing_source(inventory, entry)) for entry in inventory.entries]:
+        if reason:
+            entry.fate, entry.reason = Fate.MOVED, reason
+
+
+def _missing_source(inventory: Inventory, entry: Entry) -> str:
+    if entry.rebuild is None:
+        return ""
+    for source in entry.rebuild.sources:
+        for part in _parts(source):
+            home = inventory.find(part)
+            if home is entry:
+                return "not rebuilt: its source shares its memory"
+            if home is not None and home.fate in _GIVES_UP_CONTENTS:
+                return f"not rebuilt: its source {home.name} is {home.fate}"
+    return ""
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (part for _, part, why_left in plain("", tensor) if not why_left)
+
+
+def _like_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -17,9 +18,9 @@ from torpor.kinds import Fate, Role
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A condition that must hold for a cheap fate. Closed, the fate is `moved` and the ledger gives the reason.
+    """A condition for a cheap fate. Closed, the fate is `moved`, and the ledger gives the reason.
 
-    Example: `Gate(lambda: not graphs_captured(), "a CUDA graph was captured: a replay reads the old address")`.
+    Example: `Gate(lambda: not captured(), "a CUDA graph was captured: a replay reads the old address")`.
     """
 
     is_open: Callable[[], bool]
@@ -38,9 +39,26 @@ class Rebuild:
     sources: tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+class Standing(IntEnum):
+    """How much the author of a claim knows, from the weakest to the strongest.
+
+    Example: a module's plain attribute `scale` is `FOUND`; if the user declared that attribute with
+    `torpor.derived`, the `DECLARED` claim decides and the found one has no say.
+    """
+
+    FOUND = 0
+    """Only where the tensor hangs (a plain attribute, a `.grad`). Has a say in the fate unless the user
+    declared the storage, or a rule that knows the same role claims it."""
+    KNOWN = 1
+    """What the tensor is: a parameter, a registered buffer, optimizer state, what the user handed in."""
+    DECLARED = 2
+    """The user's explicit word on this tensor."""
+
+
+@dataclass(slots=True, eq=False)
 class Claim:
-    """One tensor that a rule knows.
+    """One tensor that a rule knows. Treat it as immutable: it is not frozen because that costs four times as
+    long to make, and a sleep makes one for each of maybe 100,000 tensors.
 
     Example: `Claim("model.lm_head.weight", tensor, Role.PARAM, "params")`.
     """
@@ -51,14 +69,16 @@ class Claim:
     role: Role
     component: str
     fate: Fate = Fate.MOVED
-    """The cheapest fate that loses nothing. `moved` covers `clean`: unchanged bytes are found by fingerprint."""
+    """The cheapest fate that loses nothing. `moved` covers `clean`: unchanged bytes are found by fingerprint.
+    `left`: there is no memory to treat here (meta, lazy, opaque), and `tensor` may be of any kind."""
     reason: str = ""
     """Why this fate is safe, or why a cheaper one is not; goes into the ledger."""
     drop: Callable[[], None] | None = None
-    """For `dropped`: clears the owner's cache. Called once per distinct callable, before anything is copied."""
+    """For `dropped`: clears the owner's cache. Called once per distinct callable, before any copy."""
     rebuild: Rebuild | None = None
     """For `rebuilt`."""
     gates: tuple[Gate, ...] = ()
+    standing: Standing = Standing.KNOWN
 
 
 @dataclass(frozen=True, slots=True)
