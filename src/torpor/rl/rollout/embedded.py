@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torpor.errors import UsageError
+from torpor.rl.packing import additive_mask
 from torpor.rl.rollout.arena import Arena, move_parameters
 from torpor.rl.rollout.base import (
     FinishReason,
@@ -200,6 +201,7 @@ class _Decoding:
         sampling: SamplingParams,
         noise: torch.Tensor,
     ) -> None:
+        self._model = model
         # transformers renamed the fourth argument from `past_key_values` to `cache`; its place is the same.
         self._forward: Any = model
         self._device = noise.device
@@ -236,7 +238,7 @@ class _Decoding:
         begin, num_new = self._cache.num_filled, token_ids.shape[1]
         slots = torch.arange(begin, begin + num_new, device=self._device)
         position_ids = (slots - num_padding[:, None]).clamp(min=0)
-        mask = _attention_mask(slots, num_padding)
+        mask = additive_mask(self._model, _attention_mask(slots, num_padding))
         output = self._forward(token_ids, mask, position_ids, self._cache, use_cache=True, logits_to_keep=1)
         self._cache.advance(num_new)
         logits: torch.Tensor = output.logits[:, -1]

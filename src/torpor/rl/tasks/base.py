@@ -54,14 +54,16 @@ class Task(ABC):
     """
 
     name: str
+    stop: tuple[str, ...] = ()
+    """Any of these in a completion ends the answer; what follows is not looked at."""
 
     @abstractmethod
     def _sample(self, index: int, split: Split) -> Question:
         """The question; `index` is not negative. Train and eval never share one."""
 
     @abstractmethod
-    def _reward(self, question: Question, completion: str) -> float:
-        """What the completion is worth, in [0, 1]."""
+    def _reward(self, question: Question, answer: str) -> float:
+        """What the answer (the completion up to the first stop) is worth, in [0, 1]."""
 
     def sample(self, index: int, split: Split = Split.TRAIN) -> Question:
         """Question number `index` of a split. Any index from 0 on works; a finite task starts over.
@@ -79,7 +81,7 @@ class Task(ABC):
         Raises:
             UsageError: the task's reward function returned something else.
         """
-        reward = float(self._reward(question, completion))
+        reward = float(self._reward(question, _up_to_any(completion, self.stop)))
         if not (math.isfinite(reward) and 0 <= reward <= 1):
             raise UsageError(f"task {self.name} gave reward {reward}, rewards lie in [0, 1]", reward=reward)
         return reward
@@ -88,7 +90,10 @@ class Task(ABC):
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that tasks and the loop use."""
 
-    eos_token_id: int | None
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def __len__(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -97,9 +102,36 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Sequence[Message], **options: Any) -> Any: ...
 
 
+def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
+    """What ends a completion: each token whose text contains one of `stop`, and the end of text."""
+    texts = ((token_id, tokenizer.decode([token_id])) for token_id in range(len(tokenizer)))
+    ending = {token_id for token_id, text in texts if any(end in text for end in stop)} if stop else set()
+    if tokenizer.eos_token_id is not None:
+        ending.add(tokenizer.eos_token_id)
+    return tuple(sorted(ending))
+
+
+def encode_solution(tokenizer: Tokenizer, task: Task, question: Question) -> list[int]:
+    """Token ids of the question's solution with the end that the task expects, for a supervised warm start.
+
+    Raises:
+        UsageError: the question has no solution.
+    """
+    if question.solution is None:
+        raise UsageError(f"task {task.name} has no solution for question {question.index}: no warm start")
+    token_ids = list(tokenizer.encode(question.solution + "".join(task.stop[:1]), add_special_tokens=False))
+    if not task.stop and tokenizer.eos_token_id is not None:
+        token_ids.append(tokenizer.eos_token_id)
+    return token_ids
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Token ids of a prompt: a text as it is, a chat through the template, ready for the answer."""
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt, add_special_tokens=False))
     text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _up_to_any(text: str, stop: Sequence[str]) -> str:
+    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
