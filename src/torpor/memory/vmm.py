@@ -1,0 +1,369 @@
+"""Memory backend `vmm`: device memory whose pages go and come back while its addresses stay.
+
+    with torpor.pool():
+        model = Model().cuda()
+        optimizer = AdamW(model.parameters())
+
+What is allocated inside lies in segments of our own (`_vmm.c`). A segment is what torch's caching allocator
+asks for at once; several storages of up to 10 MiB share one. Its pages can go when every live block in it
+belongs to a storage that sleeps, so components that sleep apart from each other are best allocated in turn,
+not interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torpor.errors import MemoryBackendError, NotEnoughMemoryError, TorporError
+from torpor.memory import cuda
+from torpor.memory.base import MemoryBackend
+from torpor.memory.cuda import Blocks, Int64s, live_blocks, own_addresses
+from torpor.memory.pool import PoolId, Pools, PoolState
+from torpor.memory.vmm_library import DriverError, Segments, VmmLibrary, vmm_library
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Bools = npt.NDArray[np.bool_]
+
+_CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+@contextmanager
+def pool(device: torch.device | int | str | None = None, *, all_threads: bool = False) -> Iterator[None]:
+    """Put what is allocated inside into memory that can sleep with its addresses kept.
+
+    Args:
+        device: the CUDA device; the current one if None.
+        all_threads: take the allocations of all threads, the autograd engine's among them. Without it,
+            gradients that `backward()` allocates are not taken.
+
+    Raises:
+        UnsupportedError: no driver, no compiled part, or an allocator setting that defeats pools.
+    """
+    backend = vmm_backend()
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    with backend.pools.use(index, all_threads):
+        yield
+
+
+@cache
+def vmm_backend() -> VmmBackend:
+    """The backend of this process.
+
+    Raises:
+        UnsupportedError: no driver, no compiled part, or an allocator setting that defeats pools.
+    """
+    library = vmm_library()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    cuda.require_native_allocator()
+    return VmmBackend(library, Pools(library))
+
+
+@dataclass(slots=True, eq=False)
+class _Survey:
+    """What lay where on one device when the allocator was last looked at, and which of it sleeps."""
+
+    segments: Segments
+    blocks: Blocks
+    asleep: Bools
+    """For each block, whether its contents are somewhere else."""
+    awake_in: Int64s
+    """For each segment, its live blocks that are not asleep."""
+    share: dict[int, tuple[int, int]]
+    """For each block by address: bytes that were asked for, and bytes that its sleep gives back."""
+    generation: int
+    """Of the pools; a later one may have allocated more."""
+    serial: int
+    """Of the library; a later one has more segments."""
+
+    def covered(self, storages: Sequence[torch.UntypedStorage]) -> Int64s:
+        """For each storage the index of the block it owns; -1 if it owns none, or a part of one only."""
+        if not len(self.blocks.address):
+            return np.full(len(storages), -1)
+        begin = own_addresses(storages)
+        nbytes = np.fromiter((storage.nbytes() for storage in storages), np.int64, len(storages))
+        at = np.searchsorted(self.blocks.address, begin).clip(max=len(self.blocks.address) - 1)
+        return np.where((self.blocks.address[at] == begin) & (self.blocks.requested[at] <= nbytes), at, -1)
+
+    def mark(self, blocks: Int64s, asleep: bool) -> Int64s:
+        """Mark blocks; return those that changed."""
+        changed = np.unique(blocks[self.asleep[blocks] != asleep])
+        self.asleep[changed] = asleep
+        counts = np.bincount(self.blocks.segment[changed], minlength=len(self.awake_in))
+        self.awake_in += -counts if asleep else counts
+        return changed
+
+    def mates(self, blocks: Int64s) -> Bools:
+        """For each segment, whether one of `blocks` is in its memory pool."""
+        pools = self.blocks.pools
+        touched = {pools[segment] for segment in np.unique(self.blocks.segment[blocks]).tolist()}
+        return np.fromiter((pool_id in touched for pool_id in pools), np.bool_, len(pools))
+
+    def empty(self) -> Bools:
+        """For each segment, whether it holds cached free memory only."""
+        return np.equal(np.bincount(self.blocks.segment, minlength=len(self.segments)), 0)
+
+
+def _new_survey(segments: Segments, generation: int, serial: int, before: _Survey | None) -> _Survey:
+    blocks = live_blocks(segments["address"])
+    num_segments = len(segments)
+    alone = np.bincount(blocks.segment, minlength=num_segments)[blocks.segment] == 1
+    gives = np.where(alone, segments["nbytes"][blocks.segment], blocks.nbytes)
+    share = dict(
+        zip(blocks.address.tolist(), zip(blocks.requested.tolist(), gives.tolist(), strict=True), strict=True)
+    )
+    asleep = np.zeros(len(blocks.address), np.bool_)
+    if before is not None:
+        slept = set(_keys(before)[before.asleep].tolist())
+        asleep[:] = [key in slept for key in _keys_of(segments, blocks).tolist()] if slept else False
+    awake_in = np.bincount(blocks.segment[~asleep], minlength=num_segments)
+    return _Survey(segments, blocks, asleep, awake_in, share, generation, serial)
+
+
+def _keys(survey: _Survey) -> npt.NDArray[np.void]:
+    return _keys_of(survey.segments, survey.blocks)
+
+
+def _keys_of(segments: Segments, blocks: Blocks) -> npt.NDArray[np.void]:
+    """For each block its segment's serial and its address: what tells it from a later one in its place."""
+    keys = np.empty(len(blocks.address), [("serial", np.int64), ("address", np.int64)])
+    keys["serial"] = segments["serial"][blocks.segment]
+    keys["address"] = blocks.address
+    return keys
+
+
+def _exclusive(method: Callable[Concatenate[VmmBackend, P], R]) -> Callable[Concatenate[VmmBackend, P], R]:
+    """One thread at a time, together with the pools."""
+
+    @wraps(method)
+    def locked(self: VmmBackend, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.pools.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Callable[Concatenate[VmmBackend, P], R], locked)  # `wraps` blurs it
+
+
+class VmmBackend(MemoryBackend):
+    """Gives back the pages of segments whose live blocks all sleep, and takes new ones at the same addresses.
+
+    One sleep: `prepare()` looks at the allocator, `strays()` names live blocks that nobody else knows,
+    `release()` any number of times, later `restore()` any number of times. The caller has waited for all work
+    that uses what it releases: pages go at once. Thread-safe.
+    """
+
+    name: ClassVar[str] = "vmm"
+    device_type: ClassVar[str] = "cuda"
+    keeps_address: ClassVar[bool] = True
+    restores_zeros: ClassVar[bool] = False
+
+    def __init__(self, library: VmmLibrary, pools: Pools) -> None:
+        self.pools = pools
+        pools.states = self._pool_states
+        self._library = library
+        self._surveys: dict[int, _Survey] = {}
+        self._borrowed: dict[tuple[int, int, int], torch.UntypedStorage] = {}
+
+    @_exclusive
+    def prepare(self) -> None:
+        """Look at the allocator anew: at the start of a sleep, after caches were dropped.
+
+        Raises:
+            StateError: another thread is inside `pool()`.
+        """
+        for device in {*self._library.segments()["device"].tolist(), *self._surveys}:
+            self._look(device)
+
+    def refusal(self, storage: torch.UntypedStorage) -> str | None:
+        """Why not: the storage lies outside `torpor.pool()`, or is a part of somebody's block."""
+        if storage.device.type != self.device_type:
+            return f"vmm handles cuda memory, not {storage.device.type}"
+        known = self._known(storage)
+        if known is None:
+            return "allocated outside torpor.pool()"
+        if storage.nbytes() < known[0]:
+            return f"a part of a block of {known[0]} bytes that belongs to something else"
+        return None
+
+    def releasable_bytes(self, storage: torch.UntypedStorage) -> int:
+        """The whole segment if the storage is alone in it, else its block; 0 outside `torpor.pool()`."""
+        known = self._known(storage)
+        return known[1] if known is not None else 0
+
+    @_exclusive
+    def strays(self, known: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Live blocks of the pools that are not in `known` and not asleep: as storages, by address.
+
+        They own nothing: each stands for memory that some tensor out of sight owns, and is the same object
+        for as long as the block lives. The segment of such a block keeps its pages until it sleeps too.
+        """
+        found: dict[tuple[int, int, int], torch.UntypedStorage] = {}
+        living: set[tuple[int, int, int]] = set()
+        for device, survey in self._surveys.items():
+            stray = ~survey.asleep
+            owned = survey.covered([storage for storage in known if storage.device.index == device])
+            stray[owned[owned >= 0]] = False
+            keys = [
+                (*key, nbytes)
+                for key, nbytes in zip(_keys(survey).tolist(), survey.blocks.nbytes.tolist(), strict=True)
+            ]
+            living.update(keys)
+            for at in np.flatnonzero(stray).tolist():
+                _, address, nbytes = key = keys[at]
+                found[key] = self._borrowed.get(key) or cuda.borrow(
+                    address, nbytes, torch.device("cuda", device)
+                )
+        self._borrowed = {key: lent for key, lent in self._borrowed.items() if key in living} | found
+        return list(found.values())
+
+    @_exclusive
+    def release(self, storages: Sequence[torch.UntypedStorage]) -> int:
+        """Mark storages as asleep; give back the segments of their pools in which nothing is awake any more.
+
+        A segment goes with the last of its storages, so what several calls give back adds up.
+        """
+        given_bytes = 0
+        done: list[torch.UntypedStorage] = []
+        for device, group in _by_device(storages).items():
+            survey = self._current(device)
+            blocks = self._owned(survey, group)
+            changed = survey.mark(blocks, asleep=True)
+            going = self._with_pages(survey, (survey.awake_in == 0) & survey.mates(blocks), mapped=True)
+            try:
+                given_bytes += self._library.unmap(going, device)
+            except DriverError:
+                survey.mark(changed, asleep=False)
+                self._library.map(going, device)
+                self.restore(done)
+                raise
+            done += group
+        return given_bytes
+
+    @_exclusive
+    def restore(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """New pages for the segments of `storages`, and for the cached free segments of their pools.
+
+        Raises:
+            NotEnoughMemoryError: the driver has too few pages; both numbers inside.
+            MemoryBackendError: it refused for another reason. In both cases everything sleeps as before.
+        """
+        done: list[torch.UntypedStorage] = []
+        for device, group in _by_device(storages).items():
+            survey = self._surveys.get(device) or self._survey(device)
+            blocks = self._owned(survey, group)
+            changed = survey.mark(blocks, asleep=False)
+            wanted = survey.mates(blocks) & ((survey.awake_in > 0) | survey.empty())
+            coming = self._with_pages(survey, wanted, mapped=False)
+            try:
+                self._library.map(coming, device)
+            except DriverError as error:
+                survey.mark(changed, asleep=True)
+                self.release(done)
+                raise self._as_shortage(error, survey, coming) from error
+            done += [group[i] for i in np.flatnonzero(np.isin(blocks, changed)).tolist()]
+
+    @_exclusive
+    def needed_bytes(self, storages: Sequence[torch.UntypedStorage]) -> int:
+        """Bytes that `restore(storages)` would take from the driver now, on all devices together."""
+        needed = 0
+        for device, group in _by_device(storages).items():
+            survey = self._surveys.get(device) or self._survey(device)
+            blocks = self._owned(survey, group)
+            wanted = survey.empty() & survey.mates(blocks)
+            wanted[survey.blocks.segment[blocks]] = True
+            coming = self._with_pages(survey, wanted, mapped=False)
+            needed += int(survey.segments["nbytes"][np.isin(survey.segments["address"], coming)].sum())
+        return needed
+
+    def free_bytes(self, device: torch.device) -> int:
+        """By the driver."""
+        return cuda.free_bytes(device)
+
+    def used_bytes(self, device: torch.device) -> int:
+        """By NVML for this process, or by the driver for all where NVML does not tell processes apart."""
+        return cuda.used_bytes(device)
+
+    def settle(self) -> None:
+        """Have torch return cached blocks outside the pools to the driver."""
+        torch.cuda.empty_cache()
+
+    def _look(self, device: int) -> _Survey:
+        """A new survey of `device`, with nothing allocated in the surveyed pools until they are awake."""
+        self.pools.suspend(device)
+        return self._survey(device)
+
+    def _survey(self, device: int) -> _Survey:
+        generation, serial = self.pools.generation, self._library.serial()
+        survey = _new_survey(self._library.segments(device), generation, serial, self._surveys.get(device))
+        self._surveys[device] = survey
+        return survey
+
+    def _current(self, device: int) -> _Survey:
+        survey = self._surveys.get(device)
+        if survey is None or survey.generation != self.pools.generation:
+            return self._look(device)
+        return survey
+
+    @_exclusive
+    def _known(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        """Requested and releasable bytes of the block at the storage's address."""
+        device, address = storage.device.index, storage.data_ptr()
+        known = self._current(device).share.get(address)
+        if known is None and self._surveys[device].serial != self._library.serial():
+            known = self._look(device).share.get(address)
+        return known
+
+    def _owned(self, survey: _Survey, storages: Sequence[torch.UntypedStorage]) -> Int64s:
+        blocks = survey.covered(storages)
+        if (blocks < 0).any():
+            culprit = storages[int(np.argmin(blocks))]
+            raise MemoryBackendError(
+                f"{culprit.nbytes()} bytes at {culprit.data_ptr():#x} on {culprit.device} are not a block "
+                f"of the pool: {self.refusal(culprit)}"
+            )
+        return blocks
+
+    def _with_pages(self, survey: _Survey, wanted: Bools, mapped: bool) -> list[int]:
+        """Addresses of the wanted segments that still exist and have pages (or have none)."""
+        now = self._library.segments()
+        same = now["serial"][now["mapped"] == int(mapped)]
+        chosen = survey.segments[wanted]
+        return chosen["address"][np.isin(chosen["serial"], same)].tolist()  # type: ignore[no-any-return]
+
+    @_exclusive
+    def _pool_states(self, device: int) -> dict[PoolId, PoolState]:
+        survey = self._survey(device)
+        states: dict[PoolId, PoolState] = {}
+        for i, pool_id in enumerate(survey.blocks.pools):
+            if survey.segments["mapped"][i] == 0:
+                states.setdefault(pool_id, PoolState.DEAD)
+        for i in np.unique(survey.blocks.segment).tolist():
+            if states.get(survey.blocks.pools[i]) is PoolState.DEAD:
+                states[survey.blocks.pools[i]] = PoolState.ASLEEP
+        return states
+
+    def _as_shortage(self, error: DriverError, survey: _Survey, addresses: list[int]) -> TorporError:
+        if error.code != _CUDA_ERROR_OUT_OF_MEMORY:
+            return error
+        segments = survey.segments[np.isin(survey.segments["address"], addresses)]
+        device = torch.device("cuda", int(segments["device"][0]))
+        return NotEnoughMemoryError(
+            int(segments["nbytes"].sum()),
+            cuda.free_bytes(device),
+            str(device),
+            "Free memory there and wake again.",
+        )
+
+
+def _by_device(storages: Sequence[torch.UntypedStorage]) -> dict[int, list[torch.UntypedStorage]]:
+    groups: dict[int, list[torch.UntypedStorage]] = {}
+    for storage in storages:
+        groups.setdefault(storage.device.index, []).append(storage)
+    return groups

@@ -1,0 +1,282 @@
+"""The C part of `vmm`, over a driver made of ordinary memory: contents, addresses, and every call failing in turn."""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torpor.memory
+from torpor.errors import UnsupportedError
+from torpor.memory.vmm_library import DriverError, VmmLibrary, vmm_library
+
+SOURCE = Path(torpor.memory.__file__).with_name("_vmm.c")
+PAGE = 1 << 16
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+def compile_c(source: Path, library: Path) -> Path:
+    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run(["cc", *flags, "-o", str(library), str(source), "-ldl", "-lpthread"], check=True)
+    return library
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("vmm")
+    fake = compile_c(Path(__file__).with_name("fake_driver.c"), folder / "libfake.so")
+    return compile_c(SOURCE, folder / "_vmm.so"), fake
+
+
+class Rig:
+    """The library over its own copy of the fake driver: both keep state, so each test has its own files."""
+
+    def __init__(self, library: Path, driver: Path) -> None:
+        self.vmm = VmmLibrary(library, str(driver))
+        self.driver = ctypes.CDLL(str(driver))
+        self.driver.fake_used.restype = ctypes.c_uint64
+        self.driver.fake_capacity.argtypes = [ctypes.c_uint64]
+        self._library = ctypes.CDLL(str(library))
+        self._library.torpor_vmm_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._library.torpor_vmm_malloc.restype = ctypes.c_void_p
+        self._library.torpor_vmm_free.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_ssize_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        ]
+
+    def malloc(self, nbytes: int, device: int = 0) -> int:
+        return self._library.torpor_vmm_malloc(nbytes, device, None) or 0
+
+    def free(self, address: int, nbytes: int = 0, device: int = 0) -> None:
+        self._library.torpor_vmm_free(address, nbytes, device, None)
+
+    def fail(self, call: str, nth: int = 1) -> None:
+        self.driver.fake_fail(call.encode(), nth)
+
+    def mapped(self) -> list[bool]:
+        return [bool(row["mapped"]) for row in self.vmm.segments()]
+
+    def held(self) -> tuple[int, int, int]:
+        """What the driver says is held: bytes, handles, mappings."""
+        return self.driver.fake_used(), self.driver.fake_handles(), self.driver.fake_maps()
+
+
+@pytest.fixture
+def rig(compiled: tuple[Path, Path], tmp_path: Path) -> Iterator[Rig]:
+    library, driver = (shutil.copy(path, tmp_path) for path in compiled)
+    rig = Rig(Path(library), Path(driver))
+    yield rig
+    assert rig.driver.fake_pushed() == 0, "a context was pushed and not popped"
+
+
+def test_pages_go_and_come_back_at_the_same_addresses(rig: Rig) -> None:
+    addresses = [rig.malloc(PAGE * n - 5) for n in (1, 3, 2)]
+    for address in addresses:
+        ctypes.memset(address, 0xAB, PAGE)
+    assert rig.held() == (6 * PAGE, 3, 3)
+    assert rig.vmm.unmap(addresses[:2], 0) == 4 * PAGE
+    assert rig.held() == (2 * PAGE, 1, 1)
+    assert ctypes.string_at(addresses[2], PAGE) == b"\xab" * PAGE
+    assert rig.vmm.map(addresses, 0) == 4 * PAGE
+    assert ctypes.string_at(addresses[0], PAGE) == bytes(PAGE), "new pages"
+    assert ctypes.string_at(addresses[2], PAGE) == b"\xab" * PAGE, "a segment with pages is left as it is"
+    assert [int(row["address"]) for row in rig.vmm.segments()] == sorted(addresses)
+
+
+def test_unmapping_and_mapping_twice_changes_nothing(rig: Rig) -> None:
+    address = rig.malloc(PAGE)
+    assert [rig.vmm.unmap([address, address], 0), rig.vmm.unmap([address], 0)] == [PAGE, 0]
+    assert [rig.vmm.map([address, address], 0), rig.vmm.map([address], 0)] == [PAGE, 0]
+    assert rig.held() == (PAGE, 1, 1)
+
+
+def test_freed_while_asleep(rig: Rig) -> None:
+    first, second = rig.malloc(PAGE), rig.malloc(PAGE)
+    rig.vmm.unmap([first, second], 0)
+    rig.free(first)
+    assert rig.held() == (0, 0, 0)
+    with pytest.raises(DriverError, match="not a segment"):
+        rig.vmm.map([first], 0)
+    rig.vmm.map([second], 0)
+    rig.free(second)
+    assert rig.held() == (0, 0, 0)
+    assert len(rig.vmm.segments()) == 0
+
+
+def test_free_waits_for_the_device_as_cudafree_does(rig: Rig) -> None:
+    address = rig.malloc(PAGE)
+    before = rig.driver.fake_synchronized()
+    rig.free(address)
+    assert rig.driver.fake_synchronized() == before + 1
+
+
+def test_addresses_are_used_again_serials_are_not(rig: Rig) -> None:
+    rig.malloc(PAGE)
+    gone = rig.malloc(PAGE)
+    rig.malloc(PAGE)
+    serial = int(rig.vmm.segments()["serial"][1])
+    rig.free(gone)
+    assert rig.malloc(PAGE) == gone
+    assert int(rig.vmm.segments()["serial"][1]) > serial
+
+
+def test_out_of_memory_is_null_for_torch_and_numbers_for_people(rig: Rig) -> None:
+    rig.driver.fake_capacity(2 * PAGE)
+    address = rig.malloc(2 * PAGE)
+    assert rig.malloc(PAGE) == 0
+    count, text = rig.vmm.background_failure()
+    assert count == 1
+    assert f"cuMemCreate of {PAGE} bytes" in text
+    assert "out of memory" in text
+    assert len(rig.vmm.segments()) == 1
+    rig.vmm.unmap([address], 0)
+    rig.driver.fake_capacity(PAGE)
+    with pytest.raises(
+        DriverError, match=f"cuMemCreate of {2 * PAGE} bytes.*code 2: out of memory"
+    ) as caught:
+        rig.vmm.map([address], 0)
+    assert (caught.value.code, caught.value.call, caught.value.device) == (2, "cuMemCreate", "cuda:0")
+    assert rig.held() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_a_failing_map_takes_nothing(rig: Rig, call: str, nth: int) -> None:
+    addresses = [rig.malloc(PAGE) for _ in range(5)]
+    rig.vmm.unmap([addresses[0], addresses[2], addresses[4]], 0)  # three runs: each call happens three times
+    before = rig.held()
+    rig.fail(call, nth)
+    with pytest.raises(DriverError, match=call):
+        rig.vmm.map(addresses, 0)
+    assert rig.held() == before
+    assert rig.mapped() == [False, True, False, True, False]
+    rig.vmm.map(addresses, 0)
+    assert rig.mapped() == [True] * 5
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_failing_unmap_gives_nothing_and_keeps_every_byte(rig: Rig, nth: int) -> None:
+    addresses = [rig.malloc(PAGE) for _ in range(3)]
+    for i, address in enumerate(addresses):
+        ctypes.memset(address, i + 1, PAGE)
+    before = rig.held()
+    rig.fail("cuMemUnmap", nth)
+    with pytest.raises(DriverError, match=r"cuMemUnmap.*asked to fail"):
+        rig.vmm.unmap(addresses, 0)
+    assert rig.held() == before
+    assert [ctypes.string_at(address, PAGE) for address in addresses] == [
+        bytes([i]) * PAGE for i in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("call", ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_a_failing_malloc_leaves_nothing(rig: Rig, call: str) -> None:
+    rig.malloc(0)  # opens nothing
+    rig.fail(call, 2 if call == "cuMemAddressReserve" else 1)  # a region that large is tried smaller
+    if call == "cuMemAddressReserve":
+        rig.fail(call, 1)
+        assert rig.malloc(PAGE) != 0
+        return
+    assert rig.malloc(PAGE) == 0
+    assert rig.held() == (0, 0, 0)
+    assert call in rig.vmm.background_failure()[1]
+    assert rig.malloc(PAGE) != 0
+
+
+def test_a_failing_free_keeps_the_segment_and_says_so(rig: Rig) -> None:
+    address = rig.malloc(PAGE)
+    rig.fail("cuCtxSynchronize")
+    rig.free(address)
+    assert rig.held() == (PAGE, 1, 1)
+    assert "cuCtxSynchronize" in rig.vmm.background_failure()[1]
+    rig.free(address)
+    assert rig.held() == (0, 0, 0)
+
+
+def test_an_unknown_device_is_an_error(rig: Rig) -> None:
+    assert rig.malloc(PAGE, device=7) == 0
+    assert "cuDevicePrimaryCtxRetain" in rig.vmm.background_failure()[1]
+    assert rig.malloc(PAGE, device=99) == 0
+    assert "no such device" in rig.vmm.background_failure()[1]
+
+
+def test_each_device_has_its_own_addresses(rig: Rig) -> None:
+    zero, one = rig.malloc(PAGE, 0), rig.malloc(PAGE, 1)
+    assert rig.vmm.segments(1)["address"].tolist() == [one]
+    rig.vmm.unmap([zero], 0)
+    rig.vmm.unmap([one], 1)
+    rig.vmm.map([one], 1)
+    assert [row["mapped"] for row in rig.vmm.segments(1)] == [1]
+    assert [row["mapped"] for row in rig.vmm.segments(0)] == [0]
+
+
+def test_threads_may_allocate_free_and_sleep_at_once(rig: Rig) -> None:
+    mine = [rig.malloc(PAGE) for _ in range(20)]
+    wrong: list[str] = []
+
+    def work(value: int) -> None:
+        for _ in range(60):
+            address = rig.malloc(2 * PAGE)
+            ctypes.memset(address, value, 2 * PAGE)
+            if ctypes.string_at(address, 2 * PAGE) != bytes([value]) * 2 * PAGE:
+                wrong.append(f"thread {value}")
+            rig.free(address)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for _ in range(60):
+        rig.vmm.unmap(mine, 0)
+        rig.vmm.map(mine, 0)
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert rig.held() == (20 * PAGE, 20, 20)
+
+
+def test_a_missing_driver_is_said(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    library = Path(shutil.copy(compiled[0], tmp_path))
+    with pytest.raises(UnsupportedError, match=r"libnothing.so.*NVIDIA driver|NVIDIA driver.*libnothing.so"):
+        VmmLibrary(library, "libnothing.so.1")
+    with pytest.raises(UnsupportedError, match="cuInit"):
+        VmmLibrary(library, "libc.so.6")
+
+
+def test_without_the_compiled_part_the_remedy_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torpor.memory.vmm_library.__file__", str(tmp_path / "vmm_library.py"))
+    vmm_library.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"C compiler.*pip install"):
+        vmm_library()
+    vmm_library.cache_clear()
+
+
+def test_the_build_goes_on_without_a_compiler(tmp_path: Path) -> None:
+    root = SOURCE.parents[3]
+    if not (root / "setup.py").is_file():
+        pytest.skip("runs from a checkout")
+    script = textwrap.dedent(
+        """
+        import runpy, sys
+        sys.argv = ["setup.py", "-q", "build_ext", "--build-lib", sys.argv[1], "--build-temp", sys.argv[1]]
+        runpy.run_path("setup.py", run_name="__main__")
+        """
+    )
+    for compiler, expected in (("cc", 1), ("/nonexistent/cc", 0)):
+        target = tmp_path / str(expected)
+        subprocess.run(
+            [sys.executable, "-c", script, str(target)],
+            cwd=root,
+            env={"CC": compiler, "PATH": "/usr/bin:/bin"},
+            check=True,
+            capture_output=True,
+        )
+        assert len(list(target.rglob("_vmm*.so"))) == expected
