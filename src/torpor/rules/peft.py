@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from torpor.kinds import Fate, Role
+from torpor.kinds import Role
 from torpor.rules.base import Actor, Claim
-from torpor.rules.walk import Place, module_tensors, plain
+from torpor.rules.walk import Place, claims_on, module_tensors
 
 _COMPONENT = "adapters"
 _LAYERS = (
@@ -62,11 +62,7 @@ def _claims(path: str, module: nn.Module, members: tuple[str, ...]) -> Iterator[
     for held in module_tensors(path, module):
         if held.place in (Place.ATTRIBUTE, Place.GRADIENT) or not _is_under(held.name, prefixes):
             continue
-        for name, tensor, why_left in plain(held.name, held.tensor):
-            if why_left:
-                yield Claim(name, tensor, Role.ADAPTER, _COMPONENT, Fate.LEFT, why_left)
-            else:
-                yield Claim(name, tensor, Role.ADAPTER, _COMPONENT)
+        yield from claims_on(held.name, held.tensor, Role.ADAPTER, _COMPONENT)
 
 
 def _is_under(name: str, prefixes: tuple[str, ...]) -> bool:

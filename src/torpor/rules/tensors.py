@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from torpor.errors import UsageError
-from torpor.kinds import Fate, Role
+from torpor.kinds import Role
 from torpor.rules.base import Actor, Claim
 from torpor.rules.torch_nn import claims_of
-from torpor.rules.walk import Held, Place, gradients, is_container, leaves, module_tensors, plain
+from torpor.rules.walk import Held, Place, claims_on, gradient, is_container, leaves, module_tensors
 
 
 class TensorsRule:
@@ -51,20 +51,13 @@ class TensorsRule:
                     for held in module_tensors(name, leaf):
                         yield from claims_of(held, component)
                 elif isinstance(leaf, torch.Tensor):
-                    yield from _claims_of_tensor(name, leaf, component, _role(leaf, stepped))
+                    yield from claims_on(name, leaf, _role(leaf, stepped), component)
+                    grad = gradient(leaf)
+                    if grad is not None:
+                        yield from claims_of(Held(Place.GRADIENT, f"{name}.grad", grad))
 
 
 def _role(tensor: torch.Tensor, stepped: set[int]) -> Role:
     if isinstance(tensor, nn.Parameter):
         return Role.PARAM
     return Role.MASTER if id(tensor) in stepped else Role.OTHER
-
-
-def _claims_of_tensor(name: str, leaf: torch.Tensor, component: str, role: Role) -> Iterator[Claim]:
-    for part_name, tensor, why_left in plain(name, leaf):
-        if why_left:
-            yield Claim(part_name, tensor, role, component, Fate.LEFT, why_left)
-        else:
-            yield Claim(part_name, tensor, role, component)
-    for grad_name, grad in gradients(name, leaf):
-        yield from claims_of(Held(Place.GRADIENT, grad_name, grad))

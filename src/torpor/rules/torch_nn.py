@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from torpor.kinds import Fate, Role
+from torpor.kinds import Role
 from torpor.rules.base import Actor, Claim, Standing
-from torpor.rules.walk import Held, Place, module_tensors, plain
+from torpor.rules.walk import Held, Place, claims_on, module_tensors
 
 _KNOWN = Standing.KNOWN
 _FOUND = Standing.FOUND
@@ -38,14 +38,10 @@ class TorchNNRule:
                 yield from claims_of(held)
 
 
-def claims_of(held: Held, component: str | None = None) -> Iterator[Claim]:
+def claims_of(held: Held, component: str | None = None) -> Iterable[Claim]:
     """The claims on one tensor of a module; `component` in place of the usual one, gradients excepted."""
     role, usual, standing = _MEANING[held.place]
     if held.place is Place.ATTRIBUTE and held.name.endswith(_MAIN_GRAD):
         role, usual = Role.GRAD, "grads"
     home = usual if component is None or role is Role.GRAD else component
-    for name, tensor, why_left in plain(held.name, held.tensor):
-        if why_left:
-            yield Claim(name, tensor, role, home, Fate.LEFT, why_left)
-        else:
-            yield Claim(name, tensor, role, home, standing=standing)
+    return claims_on(held.name, held.tensor, role, home, standing=standing)

@@ -10,9 +10,10 @@ from torch.utils.weak import TensorWeakRef
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim
-from torpor.rules.walk import gradients, is_plain, key_suffix, leaves, parameter_names, plain
+from torpor.rules.walk import claims_on, gradient, is_plain, key_suffix, leaves, parameter_names, plain
 
 _FIELDS = frozenset({"state", "param_groups"})
+_COMPONENT = "optimizer"
 _DEAD = "dead: optimizer.step() has consumed it and nothing was accumulated since"
 _ACCUMULATING = "in the middle of an accumulation"
 _NO_STEP = "no step was seen"
@@ -51,6 +52,8 @@ class TorchOptimRule:
         return undo
 
     def claims(self, actor: Actor) -> Iterator[Claim]:
+        if not actor.optimizers:
+            return
         names = parameter_names(actor.models)
         in_models = frozenset(names)
         optimizers = list(_optimizers(actor))
@@ -68,13 +71,10 @@ class TorchOptimRule:
     def _gradients(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Claim]:
         step = self._steps.get(optimizer)
         for _, parameter in _parameters(optimizer):
-            for name, grad in gradients(names[id(parameter)], parameter):
+            grad = gradient(parameter)
+            if grad is not None:
                 fate, reason = self._judge(grad, step)
-                for part_name, part, why_left in plain(name, grad):
-                    if why_left:
-                        yield Claim(part_name, part, Role.GRAD, "grads", Fate.LEFT, why_left)
-                    else:
-                        yield Claim(part_name, part, Role.GRAD, "grads", fate, reason)
+                yield from claims_on(f"{names[id(parameter)]}.grad", grad, Role.GRAD, "grads", fate, reason)
 
     def _judge(self, grad: torch.Tensor, step: _Step | None) -> tuple[Fate, str]:
         if not self._dead_grads_after_step:
@@ -150,7 +150,7 @@ def _moments(
 ) -> Iterator[Claim]:
     for name, leaf in found:
         if isinstance(leaf, torch.Tensor) and not (skip and id(leaf) in skip):
-            yield from _claims(name, leaf, role)
+            yield from claims_on(name, leaf, role, _COMPONENT)
 
 
 def _masters(
@@ -158,12 +158,4 @@ def _masters(
 ) -> Iterator[Claim]:
     for _, parameter in _parameters(optimizer):
         if id(parameter) not in in_models:
-            yield from _claims(names[id(parameter)], parameter, Role.MASTER)
-
-
-def _claims(name: str, leaf: torch.Tensor, role: Role) -> Iterator[Claim]:
-    for part_name, part, why_left in plain(name, leaf):
-        if why_left:
-            yield Claim(part_name, part, role, "optimizer", Fate.LEFT, why_left)
-        else:
-            yield Claim(part_name, part, role, "optimizer")
+            yield from claims_on(names[id(parameter)], parameter, Role.MASTER, _COMPONENT)

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
-from enum import Enum, auto
+from collections.abc import Iterable, Iterator, Mapping, Set
+from enum import IntEnum, auto
 from types import SimpleNamespace
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from torpor.kinds import Fate, Role
+from torpor.rules.base import Claim, Standing
 
 Spot: TypeAlias = tuple[str, torch.Tensor, str]
 """Name, tensor, and why it is to be left alone; with an empty reason the tensor is plain and owns memory."""
@@ -39,7 +42,7 @@ _COMPRESSED_PARTS = {
 }
 
 
-class Place(Enum):
+class Place(IntEnum):
     """Where in a module a tensor hangs."""
 
     PARAMETER = auto()
@@ -64,6 +67,26 @@ def plain(name: str, tensor: torch.Tensor) -> Iterator[Spot]:
         yield name, tensor, "on the meta device: no memory" if tensor.is_meta else ""
     else:
         yield from _resolved(name, tensor)
+
+
+def claims_on(
+    name: str,
+    tensor: torch.Tensor,
+    role: Role,
+    component: str,
+    fate: Fate = Fate.MOVED,
+    reason: str = "",
+    standing: Standing = Standing.KNOWN,
+) -> Iterable[Claim]:
+    """One claim on each tensor with memory behind `tensor`; fate `left` where there is none."""
+    if is_plain(tensor) and not tensor.is_meta:
+        return (Claim(name, tensor, role, component, fate, reason, standing=standing),)
+    return [
+        Claim(part_name, part, role, component, Fate.LEFT, why_left)
+        if why_left
+        else Claim(part_name, part, role, component, fate, reason, standing=standing)
+        for part_name, part, why_left in plain(name, tensor)
+    ]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -131,7 +154,10 @@ def _children(name: str, value: object, entered: set[int]) -> Iterator[tuple[str
         return
     entered.add(id(value))
     for key, child in items:
-        yield from _leaves(name + key, child, entered)
+        if isinstance(child, torch.Tensor) and not child.__dict__:  # most are; spares a generator each
+            yield name + key, child
+        else:
+            yield from _leaves(name + key, child, entered)
 
 
 def _items(value: object) -> Iterator[tuple[str, object]] | None:
@@ -174,12 +200,11 @@ def key_suffix(key: object, index: int) -> str:
     return f"[{type(key).__name__} {index}]"
 
 
-def gradients(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     """The `.grad` of a tensor, if it has one."""
     if tensor.is_leaf or tensor.retains_grad:  # torch warns when any other tensor is asked
-        grad = tensor.grad
-        if grad is not None:
-            yield f"{name}.grad", grad
+        return tensor.grad
+    return None
 
 
 def module_tensors(name: str, module: nn.Module) -> Iterator[Held]:
@@ -196,8 +221,9 @@ def module_tensors(name: str, module: nn.Module) -> Iterator[Held]:
             for held in _held(path, child):
                 if isinstance(held, Held):
                     yield held
-                    for grad_name, grad in gradients(held.name, held.tensor):
-                        yield Held(Place.GRADIENT, grad_name, grad)
+                    grad = gradient(held.tensor)
+                    if grad is not None:
+                        yield Held(Place.GRADIENT, f"{held.name}.grad", grad)
                 else:
                     pending.append(held)
 
