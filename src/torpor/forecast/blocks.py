@@ -36,7 +36,7 @@ class GQA:
     sinks: bool = False
 
     def weights(self) -> list[Weight]:
-        """`linear_qkv [(heads * (1 + gate) + 2 * kv_heads) * head_dim, hidden]`, `linear_proj`, and vectors."""
+        """`linear_qkv [(heads (1 + gate) + 2 kv_heads) head_dim, hidden]`, `linear_proj`, and vectors."""
         query_heads = self.heads * (2 if self.output_gate else 1)
         qkv_rows = (query_heads + 2 * self.kv_heads) * self.head_dim
         out_cols = self.heads * self.head_dim
@@ -108,7 +108,7 @@ class MLA:
     value_dim: int
     down_bias: bool = False
     absorbed: bool = False
-    """The implementation multiplies `kv_up` into its neighbours and reads it around its module: not cached."""
+    """The implementation multiplies `kv_up` into its neighbours and reads it around its module: no cache."""
     indexer: Indexer | None = None
 
     def weights(self) -> list[Weight]:
@@ -193,21 +193,22 @@ class GatedDeltaNet:
         ]
 
 
-def dense_mlp(hidden: int, ffn: int, *, bias: bool = False) -> list[Weight]:
-    """A gated MLP whose norm is fused in front: `linear_fc1 [2 ffn, hidden]`, `linear_fc2 [hidden, ffn]`."""
+def dense_mlp(hidden: int, ffn: int, *, bias: bool = False, gated: bool = True) -> list[Weight]:
+    """An MLP with its norm in front: `linear_fc1 [2 ffn or ffn, hidden]`, `linear_fc2 [hidden, ffn]`."""
+    fc1_rows = 2 * ffn if gated else ffn
     found = [
         vector("mlp.linear_fc1.layer_norm_weight", hidden),
-        Weight("mlp.linear_fc1", 2 * ffn, hidden, ROWS, module=Module.LAYERNORM_LINEAR),
+        Weight("mlp.linear_fc1", fc1_rows, hidden, ROWS, module=Module.LAYERNORM_LINEAR),
         Weight("mlp.linear_fc2", hidden, ffn, COLS, module=Module.LINEAR),
     ]
     if bias:
-        found += [vector("mlp.linear_fc1.bias", 2 * ffn, split=ROWS), vector("mlp.linear_fc2.bias", hidden)]
+        found += [vector("mlp.linear_fc1.bias", fc1_rows, split=ROWS), vector("mlp.linear_fc2.bias", hidden)]
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoE:
-    """Routed experts as one grouped linear, and shared ones; example: `MoE(hidden=2048, experts=128, ffn=768)`."""
+    """Routed experts as grouped linears, and shared ones: `MoE(hidden=2048, experts=128, ffn=768)`."""
 
     hidden: int
     experts: int
@@ -219,9 +220,11 @@ class MoE:
     """The experts' linears have biases (gpt-oss)."""
     balance_bias: bool = False
     """The router has a bias that is adjusted outside the optimizer: a buffer."""
+    gated: bool = True
 
     def weights(self) -> list[Weight]:
-        """Router; per expert `fc1 [2 ffn, hidden]` and `fc2 [hidden, ffn]`; shared `fc1`, `fc2`."""
+        """Router; per expert `fc1 [2 ffn or ffn, hidden]` and `fc2 [hidden, ffn]`; shared `fc1`, `fc2`."""
+        halves = 2 if self.gated else 1
         found = [
             vector("pre_mlp_layernorm", self.hidden),
             Weight("mlp.router", self.experts, self.hidden),
@@ -233,7 +236,7 @@ class MoE:
             found += [
                 Weight(
                     "mlp.shared_experts.linear_fc1",
-                    2 * self.shared_ffn,
+                    halves * self.shared_ffn,
                     self.hidden,
                     ROWS,
                     module=Module.LINEAR,
@@ -251,13 +254,14 @@ class MoE:
             name = f"mlp.experts.{name}"
             return Weight(name, rows, cols, split, count=self.experts, expert=True, module=module)
 
+        fc1_rows = 2 * self.ffn if self.gated else self.ffn
         found = [
-            expert("linear_fc1", 2 * self.ffn, self.hidden, ROWS, Module.GROUPED_LINEAR),
+            expert("linear_fc1", fc1_rows, self.hidden, ROWS, Module.GROUPED_LINEAR),
             expert("linear_fc2", self.hidden, self.ffn, COLS, Module.GROUPED_LINEAR),
         ]
         if self.expert_bias:
             found += [
-                expert("linear_fc1.bias", 2 * self.ffn, 1, ROWS, Module.PLAIN),
+                expert("linear_fc1.bias", fc1_rows, 1, ROWS, Module.PLAIN),
                 expert("linear_fc2.bias", self.hidden, 1, DUPLICATED, Module.PLAIN),
             ]
         return found

@@ -20,7 +20,7 @@ class Config:
         self.values = values
         self.name = name
 
-    def int(self, *keys: str, default: int | None = None) -> int:
+    def number(self, *keys: str, default: int | None = None) -> int:
         """The first of `keys` that is present. Raises `UsageError` when none is and there is no default."""
         value = self._first(keys)
         if value is None:
@@ -34,20 +34,22 @@ class Config:
             )
         return value
 
-    def optional_int(self, key: str) -> int | None:
+    def optional(self, key: str) -> int | None:
         """The value, or None where the config has none."""
-        return None if self.values.get(key) is None else self.int(key)
+        return None if self.values.get(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A switch; `default` is that of the class in transformers."""
         value = self.values.get(key)
         return default if value is None else bool(value)
 
-    def list(self, key: str) -> list[Any] | None:
+    def items(self, key: str) -> list[Any] | None:
         """A list, or None where the config has none."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, list):
-            raise UsageError(f"{self.name}: '{key}' is {value!r}, a list is needed.", config=self.name, key=key)
+            raise UsageError(
+                f"{self.name}: '{key}' is {value!r}, a list is needed.", config=self.name, key=key
+            )
         return value
 
     def text(self) -> Config:
@@ -66,7 +68,9 @@ class Config:
 
 def built_in_names() -> list[str]:
     """Names of the configs that come with the package."""
-    return sorted(entry.name.removesuffix(".json") for entry in _MODELS.iterdir() if entry.name.endswith(".json"))
+    return sorted(
+        entry.name.removesuffix(".json") for entry in _MODELS.iterdir() if entry.name.endswith(".json")
+    )
 
 
 def read_config(source: str) -> Config:
@@ -83,7 +87,8 @@ def read_config(source: str) -> Config:
         name = source.lower()
         return Config(_parse(_MODELS.joinpath(f"{name}.json").read_text(encoding="utf-8"), name), name)
     raise UsageError(
-        f"{source}: no such file, and no built-in model of that name. Built in: {', '.join(built_in_names())}.",
+        f"{source}: no such file, and no built-in model of that name. "
+        f"Built in: {', '.join(built_in_names())}.",
         source=source,
         known=built_in_names(),
     )

@@ -28,7 +28,7 @@ def compression_ratio(config: Config, index: int) -> int:
     Read from `layer_types`, or from the `compress_ratios` of the original checkpoints. Raises `UsageError`
     for a config with neither.
     """
-    types, ratios = config.list("layer_types"), config.list("compress_ratios")
+    types, ratios = config.items("layer_types"), config.items("compress_ratios")
     if types is not None:
         return _RATIO_OF_TYPE[types[index]]
     if ratios is not None:
@@ -37,23 +37,23 @@ def compression_ratio(config: Config, index: int) -> int:
 
 
 def v4_attention(config: Config, ratio: int) -> list[Weight]:
-    """Attention with one key/value head and a grouped output projection; compressors where `ratio` is not 0."""
+    """Attention with one key/value head and a grouped output projection; compressors unless `ratio` is 0."""
     return _V4Attention(
-        hidden=config.int("hidden_size"),
-        heads=config.int("num_attention_heads"),
-        head_dim=config.int("head_dim"),
-        q_lora=config.int("q_lora_rank"),
-        o_groups=config.int("o_groups"),
-        o_lora=config.int("o_lora_rank"),
-        index_heads=config.int("index_n_heads"),
-        index_dim=config.int("index_head_dim"),
+        hidden=config.number("hidden_size"),
+        heads=config.number("num_attention_heads"),
+        head_dim=config.number("head_dim"),
+        q_lora=config.number("q_lora_rank"),
+        o_groups=config.number("o_groups"),
+        o_lora=config.number("o_lora_rank"),
+        index_heads=config.number("index_n_heads"),
+        index_dim=config.number("index_head_dim"),
         ratio=ratio,
     ).weights()
 
 
 def hyper_connections(config: Config) -> list[Weight]:
-    """The mixing of `hc_mult` residual streams before attention and before the MLP: `[(2 + n) n, n hidden]`."""
-    streams, hidden = config.int("hc_mult", default=4), config.int("hidden_size")
+    """The mixing of n = `hc_mult` residual streams before attention and MLP: `[(2 + n) n, n hidden]`."""
+    streams, hidden = config.number("hc_mult", default=4), config.number("hidden_size")
     mixes = (2 + streams) * streams
     found = []
     for place in ("self_attention", "mlp"):
@@ -67,7 +67,7 @@ def hyper_connections(config: Config) -> list[Weight]:
 
 def hyper_head(config: Config) -> list[Weight]:
     """The last mixing, which makes one stream of `hc_mult`."""
-    streams, hidden = config.int("hc_mult", default=4), config.int("hidden_size")
+    streams, hidden = config.number("hc_mult", default=4), config.number("hidden_size")
     return [
         Weight("hyper_head.fn", streams, streams * hidden),
         vector("hyper_head.base", streams),

@@ -54,14 +54,16 @@ def build_model(config: Config, *, mtp_layers: int = 0) -> Model:
     Raises `UnsupportedError` for an unknown architecture, with the list of the known ones.
     """
     family, text = _family(config)
-    hidden, vocab = text.int("hidden_size"), text.int("vocab_size")
+    hidden, vocab = text.number("hidden_size"), text.number("vocab_size")
     return Model(
         name=config.name,
         architecture=text.model_type,
         hidden=hidden,
         tied=config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", family.tied)),
         embedding=Layer("embedding", (embedding("word_embeddings", vocab, hidden),)),
-        layers=tuple(_decoder_layer(family, text, index) for index in range(text.int("num_hidden_layers"))),
+        layers=tuple(
+            _decoder_layer(family, text, index) for index in range(text.number("num_hidden_layers"))
+        ),
         head=Layer(
             "head",
             (
@@ -98,7 +100,7 @@ def _decoder_layer(family: Family, config: Config, index: int) -> Layer:
 
 
 def _mtp_layer(family: Family, config: Config, number: int, hidden: int) -> Layer:
-    block = family.mtp(config) if family.mtp else family.layer(config, config.int("num_hidden_layers") - 1)
+    block = family.mtp(config) if family.mtp else family.layer(config, config.number("num_hidden_layers") - 1)
     return mtp_layer(number, hidden, block.weights, block.buffers)
 
 
@@ -123,12 +125,12 @@ def _gqa(
     output_gate: bool = False,
     sinks: bool = False,
 ) -> list[Weight]:
-    hidden, heads = config.int("hidden_size"), config.int("num_attention_heads")
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     return GQA(
         hidden=hidden,
         heads=heads,
-        kv_heads=config.int("num_key_value_heads", default=heads),
-        head_dim=config.int("head_dim", default=head_dim or hidden // heads),
+        kv_heads=config.number("num_key_value_heads", default=heads),
+        head_dim=config.number("head_dim", default=head_dim or hidden // heads),
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm=qk_norm,
@@ -138,7 +140,7 @@ def _gqa(
 
 
 def _dense(config: Config, *, bias: bool = False) -> list[Weight]:
-    return dense_mlp(config.int("hidden_size"), config.int("intermediate_size"), bias=bias)
+    return dense_mlp(config.number("hidden_size"), config.number("intermediate_size"), bias=bias)
 
 
 def _llama(config: Config, index: int) -> Block:
@@ -166,38 +168,38 @@ def _gemma(config: Config, index: int) -> Block:
 
 
 def _gemma2(config: Config, index: int) -> Block:
-    hidden = config.int("hidden_size")
+    hidden = config.number("hidden_size")
     extra = [vector("post_attention_layernorm", hidden), vector("post_feedforward_layernorm", hidden)]
     block = _gemma(config, index)
     return Block(block.weights + extra)
 
 
 def _gemma3(config: Config, index: int) -> Block:
-    head_dim = config.int("head_dim", default=256)
+    head_dim = config.number("head_dim", default=256)
     norms = [vector(f"self_attention.{side}_layernorm", head_dim) for side in "qk"]
     return Block(_gemma2(config, index).weights + norms)
 
 
 def _mixtral(config: Config, index: int) -> Block:
     moe = MoE(
-        hidden=config.int("hidden_size"),
-        experts=config.int("num_local_experts", "num_experts"),
-        ffn=config.int("intermediate_size"),
+        hidden=config.number("hidden_size"),
+        experts=config.number("num_local_experts", "num_experts"),
+        ffn=config.number("intermediate_size"),
     )
     return Block(_gqa(config) + moe.weights())
 
 
 def _is_sparse(config: Config, index: int) -> bool:
-    dense = config.list("mlp_only_layers") or []
-    return index not in dense and (index + 1) % config.int("decoder_sparse_step", default=1) == 0
+    dense = config.items("mlp_only_layers") or []
+    return index not in dense and (index + 1) % config.number("decoder_sparse_step", default=1) == 0
 
 
 def _qwen_moe(config: Config, *, shared: bool) -> list[Weight]:
     return MoE(
-        hidden=config.int("hidden_size"),
-        experts=config.int("num_experts", "num_local_experts"),
-        ffn=config.int("moe_intermediate_size"),
-        shared_ffn=config.int("shared_expert_intermediate_size") if shared else 0,
+        hidden=config.number("hidden_size"),
+        experts=config.number("num_experts", "num_local_experts"),
+        ffn=config.number("moe_intermediate_size"),
+        shared_ffn=config.number("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
     ).weights()
 
@@ -215,22 +217,19 @@ def _qwen3_moe(config: Config, index: int) -> Block:
 
 def _hybrid_attention(config: Config, index: int) -> list[Weight]:
     """Full attention with an output gate in every fourth layer, a gated delta net in the others."""
-    types = config.list("layer_types")
-    interval = config.int("full_attention_interval", default=4)
-    if types is not None:
-        full = types[index] == "full_attention"
-    else:
-        full = (index + 1) % interval == 0
+    types = config.items("layer_types")
+    interval = config.number("full_attention_interval", default=4)
+    full = types[index] == "full_attention" if types is not None else (index + 1) % interval == 0
     if full:
         bias = config.flag("attention_bias")
         return _gqa(config, head_dim=256, qkv_bias=bias, out_bias=bias, qk_norm=True, output_gate=True)
     return GatedDeltaNet(
-        hidden=config.int("hidden_size"),
-        key_heads=config.int("linear_num_key_heads", default=16),
-        value_heads=config.int("linear_num_value_heads", default=32),
-        key_dim=config.int("linear_key_head_dim", default=128),
-        value_dim=config.int("linear_value_head_dim", default=128),
-        kernel=config.int("linear_conv_kernel_dim", default=4),
+        hidden=config.number("hidden_size"),
+        key_heads=config.number("linear_num_key_heads", default=16),
+        value_heads=config.number("linear_num_value_heads", default=32),
+        key_dim=config.number("linear_key_head_dim", default=128),
+        value_dim=config.number("linear_value_head_dim", default=128),
+        kernel=config.number("linear_conv_kernel_dim", default=4),
     ).weights()
 
 
@@ -250,9 +249,9 @@ def _qwen3_next(config: Config, index: int) -> Block:
 def _gpt_oss(config: Config, index: int) -> Block:
     bias = config.flag("attention_bias", True)
     moe = MoE(
-        hidden=config.int("hidden_size"),
-        experts=config.int("num_local_experts", "num_experts"),
-        ffn=config.int("intermediate_size"),
+        hidden=config.number("hidden_size"),
+        experts=config.number("num_local_experts", "num_experts"),
+        ffn=config.number("intermediate_size"),
         router_bias=True,
         expert_bias=True,
     )
@@ -261,19 +260,19 @@ def _gpt_oss(config: Config, index: int) -> Block:
 
 
 def _deepseek_mlp(config: Config, index: int, *, first_dense: int) -> Block:
-    types = config.list("mlp_layer_types")
+    types = config.items("mlp_layer_types")
     if types is not None:
         dense = types[index] == "dense"
     else:
-        dense = index < config.int("first_k_dense_replace", default=first_dense)
+        dense = index < config.number("first_k_dense_replace", default=first_dense)
     if dense:
         return Block(_dense(config))
-    ffn = config.int("moe_intermediate_size")
+    ffn = config.number("moe_intermediate_size")
     moe = MoE(
-        hidden=config.int("hidden_size"),
-        experts=config.int("n_routed_experts", "num_local_experts", "num_experts"),
+        hidden=config.number("hidden_size"),
+        experts=config.number("n_routed_experts", "num_local_experts", "num_experts"),
         ffn=ffn,
-        shared_ffn=ffn * config.int("n_shared_experts", default=1),
+        shared_ffn=ffn * config.number("n_shared_experts", default=1),
         balance_bias=True,
     )
     return Block(moe.weights(), moe.buffers())
@@ -287,13 +286,13 @@ def _glm4_moe(config: Config, index: int) -> Block:
 
 def _mla(config: Config, *, absorbed: bool = False, indexer: Indexer | None = None) -> list[Weight]:
     return MLA(
-        hidden=config.int("hidden_size"),
-        heads=config.int("num_attention_heads"),
-        q_lora=config.optional_int("q_lora_rank"),
-        kv_lora=config.int("kv_lora_rank"),
-        nope=config.int("qk_nope_head_dim"),
-        rope=config.int("qk_rope_head_dim"),
-        value_dim=config.int("v_head_dim"),
+        hidden=config.number("hidden_size"),
+        heads=config.number("num_attention_heads"),
+        q_lora=config.optional("q_lora_rank"),
+        kv_lora=config.number("kv_lora_rank"),
+        nope=config.number("qk_nope_head_dim"),
+        rope=config.number("qk_rope_head_dim"),
+        value_dim=config.number("v_head_dim"),
         down_bias=config.flag("attention_bias"),
         absorbed=absorbed,
         indexer=indexer,
@@ -312,10 +311,10 @@ def _glm4_moe_lite(config: Config, index: int) -> Block:
 
 def _indexer(config: Config) -> Indexer:
     return Indexer(
-        hidden=config.int("hidden_size"),
-        q_lora=config.int("q_lora_rank"),
-        heads=config.int("index_n_heads"),
-        head_dim=config.int("index_head_dim"),
+        hidden=config.number("hidden_size"),
+        q_lora=config.number("q_lora_rank"),
+        heads=config.number("index_n_heads"),
+        head_dim=config.number("index_head_dim"),
     )
 
 
@@ -332,11 +331,11 @@ def _glm_moe_dsa(config: Config, index: int) -> Block:
 
 
 def _runs_indexer(config: Config, index: int) -> bool:
-    types = config.list("indexer_types")
+    types = config.items("indexer_types")
     if types is not None:
         return bool(types[index] == "full")
-    frequency = max(config.int("index_topk_freq", default=1), 1)
-    offset = config.int("index_skip_topk_offset", default=2)
+    frequency = max(config.number("index_topk_freq", default=1), 1)
+    offset = config.number("index_skip_topk_offset", default=2)
     return max(index - offset + 1, 0) % frequency == 0
 
 
@@ -351,21 +350,21 @@ def _deepseek_v4_mtp(config: Config) -> Block:
 
 def _hash_layers(config: Config) -> int:
     """How many leading layers route by a table of token ids instead of by a learned choice."""
-    types = config.list("mlp_layer_types")
-    return types.count("hash_moe") if types is not None else config.int("num_hash_layers", default=3)
+    types = config.items("mlp_layer_types")
+    return types.count("hash_moe") if types is not None else config.number("num_hash_layers", default=3)
 
 
 def _v4_block(config: Config, attention: list[Weight], *, hashed: bool) -> Block:
-    ffn = config.int("moe_intermediate_size")
+    ffn = config.number("moe_intermediate_size")
     moe = MoE(
-        hidden=config.int("hidden_size"),
-        experts=config.int("n_routed_experts", "num_local_experts"),
+        hidden=config.number("hidden_size"),
+        experts=config.number("n_routed_experts", "num_local_experts"),
         ffn=ffn,
-        shared_ffn=ffn * config.int("n_shared_experts", default=1),
+        shared_ffn=ffn * config.number("n_shared_experts", default=1),
         balance_bias=not hashed,
     )
-    choices = config.int("num_experts_per_tok", default=6)
-    table = Buffer("mlp.router.tid2eid", 8 * config.int("vocab_size") * choices)
+    choices = config.number("num_experts_per_tok", default=6)
+    table = Buffer("mlp.router.tid2eid", 8 * config.number("vocab_size") * choices)
     weights = attention + hyper_connections(config) + moe.weights()
     return Block(weights, (table,) if hashed else moe.buffers())
 

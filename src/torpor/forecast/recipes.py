@@ -12,7 +12,7 @@ backward does.
 | MXFP8 | NK | up(N, 128) up(K/32, 4) | NK | up(N/32, 4) up(K, 128) |
 | NVFP4 | NK/2 | up(N, 128) up(ceil(K/16), 4) + 4 | NK/2 | up(K, 128) up(ceil(N/16), 4) + 4 |
 
-Sources (TransformerEngine 2.20): `csrc/quantizer.cpp` `create_tensor` and `get_scale_shape` of each quantizer;
+Sources (TransformerEngine 2.20): `csrc/quantizer.cpp`, `create_tensor` and `get_scale_shape`;
 their Python twins `tensor/{float8,float8_blockwise,mxfp8,nvfp4}_tensor.py`. Two-dimensional scaling, random
 Hadamard transforms and pre-swizzled scales change no size.
 """
@@ -63,7 +63,7 @@ class Moment(StrEnum):
 
 
 class Recompute(StrEnum):
-    """How activations are recomputed; both run inside TransformerEngine's own checkpoint."""
+    """Which linears run inside TransformerEngine's checkpoint: none, those of MLP or MoE block, or all."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -92,9 +92,10 @@ NOTHING, ROW, BOTH = Directions(False, False), Directions(True, False), Directio
 #: (`pytorch/distributed.py`, `activation_recompute_forward`): it undoes "row only" of a backward override.
 REGION_AT_ENTRY_UNTIL = (2, 19)
 
+_PER_TENSOR = (Format.FP8_DELAYED, Format.FP8_CURRENT)
 _REFUSED_ON_HOPPER = (Format.MXFP8, Format.NVFP4)
 _AMAX_TENSORS_PER_GEMM = 5
-"""Delayed scaling keeps one history for input, weight and output, and for the gradients of output and input."""
+"""Delayed scaling keeps a history for input, weight, output, and the gradients of output and input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,16 @@ class Recipe:
             )
         if self.first_layers_bf16 < 0 or self.last_layers_bf16 < 0:
             raise UsageError("the number of first or last bf16 layers is negative; 0 is the least.")
+        if self.format is Format.FP8_DELAYED:
+            self._check_delayed()
+
+    def _check_delayed(self) -> None:
+        """Under delayed scaling Megatron opens one precision context around all layers, and TransformerEngine
+        has no backward override."""
+        if self.first_layers_bf16 or self.last_layers_bf16:
+            raise UsageError("fp8-delayed cannot leave single layers in bf16; use another recipe.")
+        if self.override is not Override.NONE:
+            raise UsageError(f"fp8-delayed has no backward override '{self.override}'; use another recipe.")
 
     @property
     def label(self) -> str:
@@ -147,32 +158,31 @@ class Recipe:
             return True
         return self.first_layers_bf16 <= layer.index < num_layers - self.last_layers_bf16
 
-    def directions(self, module: Module) -> Directions:
-        """Which halves of the weights of `module` exist at the moment of sleep.
+    def directions(self, weight: Weight) -> Directions:
+        """Which halves of a quantized weight exist at the moment of sleep.
 
         Source: TransformerEngine `module/linear.py`, `grouped_linear.py`, `layernorm_linear.py`, where each
         sets the usage of its weight quantizer. A forward without gradients quantizes rows only; a backward
-        override too, except that a recompute region turns the columns on again in `Linear` and `GroupedLinear`.
+        override too, except that a recompute region turns the columns on again, but not in `LayerNormLinear`.
         """
         if self.moment is Moment.INIT:
-            return NOTHING
-        if self.moment is Moment.NO_GRAD:
+            return BOTH if self.primary_weights else NOTHING
+        if self.moment is Moment.NO_GRAD and not self.primary_weights:
             return ROW
-        if self.override is Override.NONE:
+        if self.override is Override.NONE or self.primary_weights:
             return BOTH
-        return BOTH if module is not Module.LAYERNORM_LINEAR and self._in_recompute_region else ROW
+        return BOTH if self._sees_recompute_region(weight) else ROW
 
-    @property
-    def _in_recompute_region(self) -> bool:
-        """Whether a module sees a recompute region in the forward.
+    def _sees_recompute_region(self, weight: Weight) -> bool:
+        """Whether the weight's module sees the recompute region in the forward, and heeds it.
 
-        Full recompute enters the checkpoint before Megatron opens the precision context of a layer, except
-        under delayed scaling, whose context is around the whole model; selective recompute enters it after.
+        Full recompute enters the checkpoint before Megatron opens the precision context of a layer; selective
+        recompute of a block enters it after (Megatron-Core `transformer_block.py`, `moe/moe_layer.py`).
         """
-        if self.recompute is Recompute.NONE:
+        if weight.module is Module.LAYERNORM_LINEAR or self.recompute is Recompute.NONE:
             return False
-        if self.recompute is Recompute.SELECTIVE or self.format is Format.FP8_DELAYED:
-            return True
+        if self.recompute is Recompute.SELECTIVE:
+            return weight.name.startswith("mlp.")
         return self.te_version >= REGION_AT_ENTRY_UNTIL
 
     def tensors(self, rows: int, cols: int, directions: Directions) -> tuple[int, ...]:
@@ -181,12 +191,12 @@ class Recipe:
         if not directions.row:
             return ()
         row, column = _TENSORS[self.format](rows, cols)
-        if self.format in (Format.FP8_DELAYED, Format.FP8_CURRENT) and self.architecture is not Architecture.HOPPER:
+        if self.format in _PER_TENSOR and self.architecture is not Architecture.HOPPER:
             column = ()
-        amax = ()
+        found = (*row, *column) if directions.column else row
         if self.format is Format.NVFP4:
-            amax = (FP32_BYTES,) * (2 if directions.column else 1)
-        return (*row, *(column if directions.column else ()), *amax)
+            found += (FP32_BYTES,) * (2 if directions.column else 1)
+        return found
 
     def weight_bytes(self, rows: int, cols: int, directions: Directions) -> int:
         """Bytes of one quantized weight `[rows, cols]`."""
@@ -203,7 +213,7 @@ class Recipe:
             return
         raise UsageError(
             f"{layer}: {weight} is [{rows}, {cols}] on a rank, {self.format} needs multiples of "
-            f"{need_rows} x {need_cols}. Split it over fewer tensor-parallel ranks, or keep the layer in bf16.",
+            f"{need_rows} x {need_cols}. Split it over fewer ranks, or keep the layer in bf16.",
             layer=layer,
             weight=weight,
             rows=rows,

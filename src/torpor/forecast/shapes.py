@@ -48,9 +48,9 @@ class Weight:
     embedding: bool = False
     """Word embedding or output layer: its rows are padded, and Muon leaves it to Adam."""
     heads: int = 0
-    """Attention heads along the split dimension, which the tensor-parallel size must divide; 0: no such rule."""
+    """Attention heads along the split dimension; the tensor-parallel size must divide them. 0: no rule."""
     kv_groups: int = 0
-    """Key/value groups, of which the tensor-parallel size must be a divisor or a multiple; 0: no such rule."""
+    """Key/value groups; the tensor-parallel size must be a divisor or a multiple of them. 0: no rule."""
     trainable: bool = True
     adapter: bool = False
 
@@ -67,7 +67,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """State of a layer that is not a parameter, whole on every rank. Example: `Buffer("expert_bias", 1024)`."""
+    """State of a layer that is no parameter, whole on every rank. Example: `Buffer("expert_bias", 1024)`."""
 
     name: str
     nbytes: int
