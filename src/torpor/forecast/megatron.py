@@ -29,6 +29,7 @@ _FP8_RECIPES = {
     "mxfp8": Format.MXFP8,
 }
 _CHECKPOINTED_MODULES = {"mlp", "moe", "shared_experts"}
+_END = ";"
 _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
@@ -103,10 +104,9 @@ def _parse(text: str, source: str, ignore: Collection[str]) -> dict[str, list[st
         if flag not in INTEGERS | WORDS | LISTS | SWITCHES:
             unknown.append(f"--{flag}")
             continue
-        values[flag] = [] if flag in SWITCHES else words
-        wanted = 0 if flag in SWITCHES else 1
-        unresolved = [word for word in values[flag] if "$" in word]
-        if len(values[flag]) < wanted or unresolved:
+        wanted = {flag in SWITCHES: 0, flag in LISTS: len(words)}.get(True, 1)
+        values[flag] = words[:wanted]
+        if len(values[flag]) < wanted or any("$" in word for word in values[flag]):
             raise UsageError(
                 f"{source}: --{flag} {' '.join(words)}: no value here. Write it out, or assign the variable.",
                 flag=flag,
@@ -121,33 +121,33 @@ def _parse(text: str, source: str, ignore: Collection[str]) -> dict[str, list[st
 
 
 def _flags(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with the words up to the next one, variables filled in."""
+    """Each flag with the words up to the next one or to the end of its array, variables filled in."""
     variables: dict[str, str] = {}
     flag, words = "", list[str]()
-    for token in _tokens(text):
+    for token in [*_tokens(text), _END]:
         assignment = _ASSIGNMENT.fullmatch(token)
-        if assignment and not token.startswith("-"):
+        if assignment:
             variables[assignment[1]] = _fill(assignment[2], variables)
             continue
         word = _fill(token, variables)
-        if word.startswith("--"):
-            if flag:
-                yield flag, words
-            name, _, value = word[2:].partition("=")
-            flag, words = name, [value] if value else []
-        else:
+        if not word.startswith("--") and word != _END:
             words.append(word)
-    if flag:
-        yield flag, words
+            continue
+        if flag:
+            yield flag, words
+        flag, _, value = word.removeprefix("--").removeprefix(_END).partition("=")
+        words = [value] if value else []
 
 
 def _tokens(text: str) -> Iterator[str]:
-    """Shell words, without the brackets and assignments of arrays."""
+    """Shell words; the bracket that opens an array is left out, the one that closes it is an `_END`."""
     for token in shlex.split(text, comments=True):
-        token = re.sub(r"^\w+\+?=\($|^\w+\+?=\((?=--)", "", token)
-        token = token.removesuffix(")") if token.count("(") < token.count(")") else token
-        if token:
-            yield token
+        opened = re.sub(r"^\w+\+?=\(", "", token)
+        closed = opened.removesuffix(")") if opened.count(")") > opened.count("(") else opened
+        if closed:
+            yield closed
+        if closed != opened:
+            yield _END
 
 
 def _fill(word: str, variables: dict[str, str]) -> str:
