@@ -1,8 +1,13 @@
-"""Content fingerprints: 128 bits that tell whether a storage is what it was."""
+"""Content fingerprints: 128 bits that tell whether a storage is what it was.
+
+Each kind of memory has a function of its own, so fingerprints are compared with those of the same kind of
+device. Neither is cryptographic: they find damage, not malice.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 import xxhash
@@ -12,10 +17,36 @@ Digest = bytes
 
 
 def fingerprint(block: torch.Tensor) -> Digest:
-    """XXH3-128 of a contiguous 1-D `uint8` CPU tensor of shape `[nbytes]`, in canonical byte order.
+    """The fingerprint of one block; of many, `fingerprints` is much faster on a GPU."""
+    return fingerprints([block])[0]
 
-    Source: the XXH3 family of xxHash, https://xxhash.com. Not cryptographic: it finds damage, not malice.
+
+def fingerprints(blocks: Sequence[torch.Tensor]) -> list[Digest]:
+    """One fingerprint for each block, computed where the block is; one launch for all blocks of a GPU.
+
+    Args:
+        blocks: contiguous 1-D `uint8` tensors, each of shape `[nbytes]`, on the CPU or on CUDA.
+
+    On the CPU this is XXH3-128 in canonical byte order (https://xxhash.com); on CUDA the sum that
+    `fingerprint_cuda` defines, which `fingerprint_cuda.reference` computes from a host copy.
     """
+    digests: list[Digest] = [b""] * len(blocks)
+    for device in {block.device for block in blocks}:
+        where = [i for i, block in enumerate(blocks) if block.device == device]
+        for i, digest in zip(where, _on(device, [blocks[i] for i in where]), strict=True):
+            digests[i] = digest
+    return digests
+
+
+def _on(device: torch.device, blocks: Sequence[torch.Tensor]) -> list[Digest]:
+    if device.type == "cuda":
+        from torpor.fingerprint_cuda import cuda_fingerprints  # imports Triton, which only a GPU needs
+
+        return cuda_fingerprints(device, blocks)
+    return [_xxh3(block) for block in blocks]
+
+
+def _xxh3(block: torch.Tensor) -> Digest:
     nbytes = block.numel()
     if nbytes == 0:
         return xxhash.xxh3_128_digest(b"")
