@@ -47,7 +47,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
-#: Every optimizer a sleep must not disturb. Muon steps matrices only, and leaves the rest without an optimizer.
+#: Every optimizer a sleep must not disturb. Muon steps matrices only; the rest is then without optimizer.
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -79,9 +79,7 @@ class ZooModel(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(3.0))
         self.transposed = nn.Parameter(torch.randn(64, 32).t())
         self.frozen = nn.Parameter(torch.randn(33, 5), requires_grad=False)
-        self.table = nn.ParameterDict(
-            {"a": nn.Parameter(torch.randn(11)), "b": nn.Parameter(torch.randn(13))}
-        )
+        self.table = nn.ParameterDict({"a": nn.Parameter(torch.randn(11)), "b": nn.Parameter(torch.randn(13))})
         self.fp8 = torch.randn(256, 256).to(torch.float8_e4m3fn)
         self.complex = torch.randn(50, dtype=torch.complex64)
         self.half = torch.randn(77).bfloat16()
@@ -93,11 +91,11 @@ class ZooModel(nn.Module):
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
         named |= {key: value for key, value in vars(self).items() if isinstance(value, torch.Tensor)}
         steps, (zeros,) = self.integers["steps"]
-        return named | {"integers.0": steps, "integers.1": zeros, "notes.running": self.notes.running}
+        return named | {"integers.steps[0]": steps, "integers.steps[1][0]": zeros, "notes.running": self.notes.running}
 
 
 def zoo() -> Situation:
-    """Ties, buffers of both kinds, plain attributes, views with offsets, odd dtypes, what the user hands in."""
+    """Ties, buffers of both kinds, plain attributes, views with offsets, odd dtypes, tensors handed in."""
     torch.manual_seed(0)
     model = ZooModel()
     base = torch.randn(4096)
@@ -108,7 +106,7 @@ def zoo() -> Situation:
 
 
 def flat_buffers(n: int = 6, rows: int = 64, cols: int = 64) -> Situation:
-    """Parameters as views of one flat buffer, `main_grad` views of another, masters whose `.grad` aliases it."""
+    """Parameters view one flat buffer, their `main_grad` another, which the masters' `.grad` aliases."""
     torch.manual_seed(0)
     size = rows * cols
     flat = torch.randn(n * size).bfloat16()

@@ -27,7 +27,7 @@ from torpor.rules.walk import plain
 class Entry:
     """One piece of memory: a storage, or several storages over the same bytes."""
 
-    storage: torch.UntypedStorage
+    storage: torch.UntypedStorage = field(repr=False)
     """The storage that contains all others of this entry."""
     nbytes: int
     device: torch.device
@@ -36,11 +36,11 @@ class Entry:
     component: str
     names: tuple[str, ...]
     """All names, the strongest claim's first."""
-    claims: tuple[Claim, ...]
+    claims: tuple[Claim, ...] = field(repr=False)
     """All claims, the strongest first. With fate `rebuilt` the first one's tensor is what to rebuild."""
     fate: Fate
     reason: str
-    storages: tuple[torch.UntypedStorage, ...]
+    storages: tuple[torch.UntypedStorage, ...] = field(repr=False)
     """All storages over this memory, `storage` first."""
 
     @property
@@ -106,9 +106,7 @@ class Inventory:
     def _at(self, storage: torch.UntypedStorage) -> Entry | None:
         """By address: another storage over memory that an entry has."""
         begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        spots = sorted(
-            (e.address, i) for i, e in enumerate(self.entries) if e.device == storage.device and e.nbytes
-        )
+        spots = sorted((e.address, i) for i, e in enumerate(self.entries) if e.device == storage.device and e.nbytes)
         position = bisect_right(spots, (begin, len(self.entries))) - 1
         if position < 0 or begin == end:
             return None
@@ -192,9 +190,7 @@ def _pieces(found: Sequence[_Found]) -> list[_Piece]:
 def _entry(piece: _Piece, gates: _Gates) -> Entry:
     first = piece[0]
     if len(piece) == 1:
-        return _make_entry(
-            first, first.nbytes, (first.storage,), _judge(first.claims, first, first.nbytes, gates)
-        )
+        return _make_entry(first, first.nbytes, (first.storage,), _judge(first.claims, first, first.nbytes, gates))
     nbytes = max(one.address + one.nbytes for one in piece) - first.address
     claims, fate, reason = _judge([claim for one in piece for claim in one.claims], first, nbytes, gates)
     if nbytes > first.nbytes:
@@ -202,9 +198,7 @@ def _entry(piece: _Piece, gates: _Gates) -> Entry:
     return _make_entry(first, nbytes, tuple(one.storage for one in piece), (claims, fate, reason))
 
 
-def _make_entry(
-    first: _Found, nbytes: int, storages: tuple[torch.UntypedStorage, ...], verdict: _Verdict
-) -> Entry:
+def _make_entry(first: _Found, nbytes: int, storages: tuple[torch.UntypedStorage, ...], verdict: _Verdict) -> Entry:
     claims, fate, reason = verdict
     strongest = claims[0]
     names = (strongest.name,) if len(claims) == 1 else tuple(dict.fromkeys([claim.name for claim in claims]))
@@ -230,9 +224,7 @@ def _overlap(piece: _Piece) -> str:
 
 def _in_order(entries: list[Entry]) -> list[Entry]:
     components: dict[str, int] = {}
-    keys = [
-        (components.setdefault(e.component, len(components)), e.names[0], i) for i, e in enumerate(entries)
-    ]
+    keys = [(components.setdefault(e.component, len(components)), e.names[0], i) for i, e in enumerate(entries)]
     return [entries[i] for _, _, i in sorted(keys)]
 
 
@@ -286,6 +278,8 @@ def _judge(found: list[Claim], at: _Found, nbytes: int, gates: _Gates) -> _Verdi
     objection = _gap(voters, wanted, at.address, nbytes)
     if objection:
         return claims, Fate.MOVED, f"not {wanted}: {objection}"
+    if wanted is Fate.REBUILT:
+        claims = tuple(sorted(claims, key=lambda claim: claim.rebuild is None))
     return claims, wanted, opinions[0][1]
 
 
@@ -338,6 +332,8 @@ def _gap(claims: Sequence[Claim], fate: Fate, address: int, nbytes: int) -> str:
     if fate is Fate.REBUILT:
         if any(claim.rebuild is not claims[0].rebuild for claim in claims):
             return "several rebuilds are declared for one storage"
+        if claims[0].rebuild is None:
+            return f"{claims[0].name} does not say how"
         claims = claims[:1]
     covered = _covered_bytes([claim.tensor for claim in claims], address, nbytes)
     return "" if covered == nbytes else f"the claims cover {covered} of the storage's {nbytes} bytes"

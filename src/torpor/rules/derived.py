@@ -85,8 +85,7 @@ class DerivedRule:
         for index, record in enumerate(actor.derived):
             if not isinstance(record, Derived):
                 raise UsageError(
-                    f"derived[{index}] is a {type(record).__name__}: hand over what "
-                    "torpor.derived(...) returned",
+                    f"derived[{index}] is a {type(record).__name__}: hand over what torpor.derived(...) returned",
                     name=f"derived[{index}]",
                 )
             if record.name in seen:
@@ -128,9 +127,7 @@ def _claims(record: Derived) -> Iterator[Claim]:
 def _rebuild(record: Derived, held: list[tuple[str, torch.Tensor]]) -> tuple[Fate, str, Rebuild | None]:
     assert record.rebuild is not None  # `derived` took exactly one of drop and rebuild
     if len(held) > 1:
-        raise _misuse(
-            record.name, f"rebuild= computes one tensor, tensors= gives {len(held)}: declare each by itself"
-        )
+        raise _misuse(record.name, f"rebuild= computes one tensor, tensors= gives {len(held)}: declare each by itself")
     sources = record.sources()
     if sources is None or (isinstance(sources, list | tuple) and any(source is None for source in sources)):
         return Fate.MOVED, f"derived '{record.name}': a source of its rebuild= is gone", None

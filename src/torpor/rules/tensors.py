@@ -30,9 +30,7 @@ class TensorsRule:
         """
         for component, value in actor.extra.items():
             if isinstance(value, torch.optim.Optimizer):
-                raise UsageError(
-                    f"extra['{component}'] is an optimizer: hand it over as an optimizer", name=component
-                )
+                raise UsageError(f"extra['{component}'] is an optimizer: hand it over as an optimizer", name=component)
             if not (isinstance(value, torch.Tensor | nn.Module) or is_container(value)):
                 raise UsageError(
                     f"extra['{component}'] is a {type(value).__name__}: hand over tensors, modules, "
@@ -42,9 +40,7 @@ class TensorsRule:
         return lambda: None
 
     def claims(self, actor: Actor) -> Iterator[Claim]:
-        stepped = {
-            id(p) for o in actor.optimizers.values() for group in o.param_groups for p in group["params"]
-        }
+        stepped = {id(p) for o in actor.optimizers.values() for group in o.param_groups for p in group["params"]}
         for component, value in actor.extra.items():
             for name, leaf in leaves(component, value):
                 if isinstance(leaf, nn.Module):

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from weakref import WeakKeyDictionary
+from typing import TypeAlias
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim
-from torpor.rules.walk import claims_on, gradient, is_plain, key_suffix, leaves, parameter_names, plain
+from torpor.rules.walk import (
+    claims_on,
+    gradient,
+    is_dtensor,
+    is_plain,
+    key_suffix,
+    leaves,
+    parameter_names,
+    plain,
+)
 
 _FIELDS = frozenset({"state", "param_groups"})
 _COMPONENT = "optimizer"
@@ -83,28 +92,36 @@ class TorchOptimRule:
             return Fate.MOVED, _NO_STEP
         if not step.consumed(grad):
             return Fate.MOVED, _ACCUMULATING
-        return (Fate.ZEROED, _DEAD) if is_plain(grad) else (Fate.MOVED, _NOT_PLAIN)
+        return (Fate.ZEROED, _DEAD) if is_plain(grad) or is_dtensor(grad) else (Fate.MOVED, _NOT_PLAIN)
+
+
+_Versions: TypeAlias = tuple[int, ...]
 
 
 class _Step:
     """The gradients that one step read: which tensors, at which versions. Holds none of them alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._seen: dict[int, tuple[TensorWeakRef, tuple[int, ...]]] = {}
+        self._seen: dict[int, tuple[ReferenceType[torch.Tensor], _Versions | None]] = {}
         for _, parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is not None:
-                self._seen[id(grad)] = TensorWeakRef(grad), _versions(grad)
+                self._seen[id(grad)] = ref(grad), _versions(grad)
 
     def consumed(self, grad: torch.Tensor) -> bool:
         """Whether the step read this tensor and nothing wrote to it since."""
         seen = self._seen.get(id(grad))
-        return seen is not None and seen[0]() is grad and seen[1] == _versions(grad)
+        if seen is None or seen[0]() is not grad:
+            return False
+        return seen[1] is not None and seen[1] == _versions(grad)
 
 
-def _versions(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.is_inference():  # has no version: as if written each time it is asked
-        return (id(object()),)
+def _versions(tensor: torch.Tensor) -> _Versions | None:
+    """What changes when torch writes to `tensor`, or to what a subclass holds; None if nothing tells."""
+    if tensor.is_inference():
+        return None
+    if is_plain(tensor):
+        return (tensor._version,)
     return tensor._version, *(part._version for _, part, _ in plain("", tensor) if part is not tensor)
 
 
@@ -145,17 +162,13 @@ def _state(name: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     yield from _moments(_other_leaves(name, optimizer), Role.OTHER, skip=names)
 
 
-def _moments(
-    found: Iterator[tuple[str, object]], role: Role, skip: Mapping[int, str] | None = None
-) -> Iterator[Claim]:
+def _moments(found: Iterator[tuple[str, object]], role: Role, skip: Mapping[int, str] | None = None) -> Iterator[Claim]:
     for name, leaf in found:
         if isinstance(leaf, torch.Tensor) and not (skip and id(leaf) in skip):
             yield from claims_on(name, leaf, role, _COMPONENT)
 
 
-def _masters(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], in_models: frozenset[int]
-) -> Iterator[Claim]:
+def _masters(optimizer: torch.optim.Optimizer, names: Mapping[int, str], in_models: frozenset[int]) -> Iterator[Claim]:
     for _, parameter in _parameters(optimizer):
         if id(parameter) not in in_models:
             yield from claims_on(names[id(parameter)], parameter, Role.MASTER, _COMPONENT)

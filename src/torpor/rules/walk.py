@@ -13,6 +13,7 @@ Three layers, each used by the rules:
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from enum import IntEnum, auto
@@ -33,6 +34,8 @@ Leaf: TypeAlias = torch.Tensor | nn.Module | torch.optim.Optimizer
 
 _PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _SEQUENCES = (list, tuple, deque, Set)
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
+"""Passed over at once: a vocabulary or a list of token ids is long, and is walked at each sleep."""
 _MODULE_FIELDS = frozenset(vars(nn.Module()))
 _COMPRESSED_PARTS = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -94,6 +97,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a shard (or a copy) of a distributed tensor. Imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _resolved(name: str, tensor: torch.Tensor) -> Iterator[Spot]:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         yield name, tensor, "lazy: not initialized yet"
@@ -134,10 +143,14 @@ def leaves(name: str, value: object) -> Iterator[tuple[str, Leaf]]:
 
     Each container is entered once, so cycles end; a tensor is given once for each place it hangs in.
     """
-    return _leaves(name, value, set())
+    return _leaves(name, value, {})
 
 
-def _leaves(name: str, value: object, entered: set[int]) -> Iterator[tuple[str, Leaf]]:
+_Entered: TypeAlias = dict[int, object]
+"""`id` of each container that was entered -> the container, alive: a freed one's `id` would come again."""
+
+
+def _leaves(name: str, value: object, entered: _Entered) -> Iterator[tuple[str, Leaf]]:
     if isinstance(value, torch.Tensor):
         yield name, value
         if value.__dict__:
@@ -148,11 +161,13 @@ def _leaves(name: str, value: object, entered: set[int]) -> Iterator[tuple[str, 
         yield from _children(name, value, entered)
 
 
-def _children(name: str, value: object, entered: set[int]) -> Iterator[tuple[str, Leaf]]:
-    items = _items(value)
-    if items is None or id(value) in entered:
+def _children(name: str, value: object, entered: _Entered) -> Iterator[tuple[str, Leaf]]:
+    if id(value) in entered:
         return
-    entered.add(id(value))
+    items = _items(value)
+    if items is None:
+        return
+    entered[id(value)] = value
     for key, child in items:
         if isinstance(child, torch.Tensor) and not child.__dict__:  # most are; spares a generator each
             yield name + key, child
@@ -162,12 +177,11 @@ def _children(name: str, value: object, entered: set[int]) -> Iterator[tuple[str
 
 def _items(value: object) -> Iterator[tuple[str, object]] | None:
     """The suffix of the name and the value of each child of a container; None for what is no container."""
-    if isinstance(value, str | bytes | int | float | None):
-        return None
     if isinstance(value, Mapping):
-        return ((key_suffix(key, index), child) for index, (key, child) in enumerate(value.items()))
+        numbered = enumerate(value.items())
+        return ((key_suffix(key, i), child) for i, (key, child) in numbered if type(child) not in _ATOMS)
     if isinstance(value, _SEQUENCES):
-        return ((f"[{index}]", child) for index, child in enumerate(value))
+        return ((f"[{i}]", child) for i, child in enumerate(value) if type(child) not in _ATOMS)
     if isinstance(value, SimpleNamespace):
         return ((f".{key}", child) for key, child in vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -215,10 +229,11 @@ def module_tensors(name: str, module: nn.Module) -> Iterator[Held]:
     """
     pending = [(name, module)]
     walked: set[nn.Module] = set()
+    entered: _Entered = {}
     while pending:
         prefix, root = pending.pop()
         for path, child in root.named_modules(memo=walked, prefix=prefix):
-            for held in _held(path, child):
+            for held in _held(path, child, entered):
                 if isinstance(held, Held):
                     yield held
                     grad = gradient(held.tensor)
@@ -228,16 +243,20 @@ def module_tensors(name: str, module: nn.Module) -> Iterator[Held]:
                     pending.append(held)
 
 
-def _held(path: str, module: nn.Module) -> Iterator[Held | tuple[str, nn.Module]]:
+def _held(path: str, module: nn.Module, entered: _Entered) -> Iterator[Held | tuple[str, nn.Module]]:
     dot = f"{path}." if path else ""
     attributes: list[tuple[str, object]] = []
     for held in _registered(dot, module):
         yield held
         if held.tensor.__dict__:
             attributes.append((held.name, vars(held.tensor)))
-    attributes += [(dot + key, value) for key, value in vars(module).items() if key not in _MODULE_FIELDS]
+    attributes += [
+        (dot + key, value)
+        for key, value in vars(module).items()
+        if key not in _MODULE_FIELDS and type(value) not in _ATOMS
+    ]
     for key, value in attributes:
-        for leaf_name, leaf in leaves(key, value):
+        for leaf_name, leaf in _leaves(key, value, entered):
             if isinstance(leaf, torch.Tensor):
                 yield Held(Place.ATTRIBUTE, leaf_name, leaf)
             elif isinstance(leaf, nn.Module):
