@@ -7,15 +7,16 @@ imports no torch. Validation refuses, it never changes a value.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LengthNormalization = Literal["token", "sequence", "constant"]
 ScheduleName = Literal["constant", "linear", "cosine"]
-OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop", "muon"]
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop"]
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -64,7 +65,7 @@ class StringTask(Section):
 
     kind: Literal["string"] = "string"
     """Which task: string."""
-    name: Literal["reverse"] = "reverse"
+    operation: Literal["reverse", "copy"] = "reverse"
     """What to do with the string."""
     min_length: Positive = 3
     """Characters of the shortest string."""
@@ -92,6 +93,8 @@ class ReasoningGymTask(Section):
     """Settings of that data set; in TOML a table, as flags `--task.parameters KEY VALUE ...`."""
     num_examples: Count = 3
     """Worked examples in front of each question."""
+    strict: bool = True
+    """Reward 1 for a full score of the checker and 0 for any less; else the checker's score."""
 
 
 class JsonlTask(Section):
@@ -102,7 +105,11 @@ class JsonlTask(Section):
     path: Path
     """One JSON object a line, with the key `prompt` and whatever the reward needs."""
     reward: str
-    """`package.module:function` or `file.py:function`, called with the completion and the object; returns a float."""
+    """`package.module:function` or `file.py:function`; from the answer and the line's object to [0, 1]."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, besides the end of text."""
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of the distinct prompts that is held out."""
 
 
 class RolloutConfig(Section):
@@ -116,6 +123,8 @@ class RolloutConfig(Section):
     """Longest answer, tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probabilities use it too."""
+    kv_cache_mib: Positive = 512
+    """Key-value cache of the engine, MiB (1024**2 bytes); what does not fit is generated in turns."""
 
 
 class AlgorithmConfig(Section):
@@ -128,7 +137,7 @@ class AlgorithmConfig(Section):
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the k3 KL penalty against the frozen first policy; 0 keeps no reference model."""
     length_normalization: LengthNormalization = "token"
-    """What a batch's loss is divided by: its tokens, each answer's own length, or max_new_tokens (Dr. GRPO)."""
+    """What a loss is divided by: the batch's tokens, each answer's length, or max_new_tokens (Dr. GRPO)."""
     normalize_std: bool = True
     """Divide advantages by the standard deviation of their group (GRPO) or not (Dr. GRPO)."""
     updates_per_rollout: Positive = 1
@@ -138,18 +147,18 @@ class AlgorithmConfig(Section):
     old_log_probs: Literal["rollout", "actor"] = "rollout"
     """Whose log-probabilities are pi_old: the engine's, or the actor's own before its first update."""
     importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling: weigh tokens by min(cap, pi_old / pi_rollout). Needs old_log_probs = actor."""
+    """Weigh tokens by min(cap, pi_old / pi_rollout); needs old_log_probs = actor. None: no weights."""
 
 
 class OptimizerConfig(Section):
     """The optimizer and its schedule."""
 
     name: OptimizerName = "adamw"
-    """Which optimizer. `adamw_8bit` needs bitsandbytes; `muon` uses AdamW for what is not a hidden matrix."""
+    """Which optimizer. `adamw_8bit` needs bitsandbytes."""
     learning_rate: NonNegativeFloat = 1e-5
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)
-    """Decay of the first and second moment, for the Adam family."""
+    """Decay of the first and second moment; for sgd the momentum, for rmsprop the second alone."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat | None = 1.0
@@ -245,9 +254,9 @@ class RunConfig(Section):
     """A colocated GRPO run."""
 
     name: str = "run"
-    """Name of the run; its directory is RUNS_DIR/NAME unless run_dir is set."""
+    """Name of the run."""
     run_dir: Path | None = None
-    """Directory of the run; none: runs/NAME-DATE."""
+    """Directory of the run; none: runs/NAME, or with a number behind it if that is taken."""
     resume: bool = False
     """Go on from the newest checkpoint of run_dir."""
     steps: Count = 40
@@ -267,3 +276,32 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory: Annotated[MemoryConfig, tyro.conf.arg(name="")] = MemoryConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        clashes = list(find_clashes(self))
+        if clashes:
+            raise ValueError("; ".join(clashes))
+        return self
+
+
+def find_clashes(config: RunConfig) -> Iterator[str]:
+    """Options of different sections that cannot go together, in words that name both."""
+    algorithm, prompts = config.algorithm, config.rollout.prompts_per_step
+    if algorithm.importance_cap is not None and algorithm.old_log_probs == "rollout":
+        yield (
+            f"algorithm.importance_cap = {algorithm.importance_cap} and algorithm.old_log_probs = rollout clash: "
+            "the ratio is taken to the rollout already; set old_log_probs = actor"
+        )
+    if prompts % algorithm.updates_per_rollout:
+        yield (
+            f"rollout.prompts_per_step = {prompts} and algorithm.updates_per_rollout = "
+            f"{algorithm.updates_per_rollout} clash: the groups cannot be dealt out evenly"
+        )
+    if config.resume and config.run_dir is None:
+        yield "resume = true and run_dir = none clash: name the directory of the run to go on with"
+    if not config.memory.offload_train and config.memory.offload_train_disk_dir is not None:
+        yield (
+            f"offload_train = false and offload_train_disk_dir = {config.memory.offload_train_disk_dir} clash: "
+            "an actor that never sleeps has no store"
+        )

@@ -1,0 +1,1 @@
+"""The run directory: metrics, ledgers, memory over time, plots and tables."""

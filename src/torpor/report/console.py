@@ -1,0 +1,161 @@
+"""What a run shows while it goes on: bars with rates and time left, and one line a step.
+
+On a terminal there are two bars: the steps of the run, and the phase that is going on. A phase that nothing
+counts fills up at the pace it had last time. Elsewhere (a pipe, a log) only the lines are printed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from torpor.errors import GIB
+
+MIN_SHOWN_S = 2.0
+"""A phase that took less last time gets no bar."""
+
+
+class RunConsole:
+    """Bars and lines on a terminal, lines elsewhere. A context manager: the bars go away at its end."""
+
+    def __init__(self, total_steps: int, first_step: int = 0, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._bars = _Bars(
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=30),
+            _Count(),
+            _Pace(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._run = self._bars.add_task(
+            "step", total=total_steps, completed=first_step, first=first_step, unit="steps"
+        )
+        self._last_s: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def step_done(self, line: str) -> None:
+        """Print the line of a step and move the bar of the run."""
+        self.say(line)
+        self._bars.advance(self._run)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Counter]:
+        """A bar while the block runs, if it is known to take long: `total` counted units, or last time's pace."""
+        start = time.perf_counter()
+        expected_s = self._last_s.get(name)
+        task = self._bars.add_task(
+            name.replace("_", " "),
+            total=total if total is not None else expected_s,
+            unit=unit,
+            timed=total is None,
+            visible=expected_s is None or expected_s >= MIN_SHOWN_S,
+        )
+        try:
+            yield Counter(self._bars, task)
+        finally:
+            self._bars.remove_task(task)
+            self._last_s[name] = time.perf_counter() - start
+
+
+class Counter:
+    """Moves the bar of one phase."""
+
+    def __init__(self, bars: Progress, task: TaskID) -> None:
+        self._bars, self._task = bars, task
+
+    def advance(self, count: int = 1) -> None:
+        self._bars.advance(self._task, count)
+
+
+class _Bars(Progress):
+    """Bars of phases that nothing counts move with the clock."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        for task in self.tasks:
+            if task.fields.get("timed") and task.total and task.elapsed:
+                task.completed = min(task.elapsed, task.total)
+        yield from super().get_renderables()
+
+
+class _Count(ProgressColumn):
+    """`12/40 steps`, or seconds for a phase that nothing counts."""
+
+    def render(self, task: Task) -> Text:
+        if task.fields.get("timed"):
+            return Text(f"{task.elapsed or 0.0:.0f} s")
+        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} {task.fields['unit']}")
+
+
+class _Pace(ProgressColumn):
+    """Rate and time left."""
+
+    def render(self, task: Task) -> Text:
+        elapsed_s = task.elapsed or 0.0
+        if task.fields.get("timed"):
+            return Text(f"{max(0.0, task.total - elapsed_s):.0f} s left" if task.total else "")
+        done = task.completed - task.fields.get("first", 0)
+        if not done or not elapsed_s or task.total is None:
+            return Text("")
+        pace_s = elapsed_s / done
+        rate = f"{pace_s:.1f} s each" if pace_s > 1 else f"{1 / pace_s:.1f}/s"
+        return Text(f"{rate}, {_clock((task.total - task.completed) * pace_s)} left")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def step_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
+    """One line for one step, from its metrics.
+
+    Example: `step   3/40  reward 0.531  loss +0.0124  1843 tokens  7.91 s (generate 3.10, train 3.92, ...)
+    moved 1.503 clean 0.501 dropped 0.000 freed 2.004 GiB`.
+    """
+    parts = [
+        f"step {step + 1:>3}/{total_steps}",
+        f"reward {values['reward/mean']:.3f}",
+        f"loss {values['policy/loss']:+.4f}",
+        f"{values['rollout/tokens']:.0f} tokens",
+        f"{values['time/step_s']:.2f} s ({_phases(values)})",
+        _bytes(values),
+    ]
+    if "eval/reward" in values:
+        parts.append(f"held-out {values['eval/reward']:.3f}")
+    return "  ".join(part for part in parts if part)
+
+
+def _phases(values: Mapping[str, float]) -> str:
+    phases = {
+        key.removeprefix("time/").removesuffix("_s").replace("_", " "): seconds
+        for key, seconds in values.items()
+        if key.startswith("time/") and key != "time/step_s"
+    }
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005)
+
+
+def _bytes(values: Mapping[str, float]) -> str:
+    names = [name for name in ("moved", "clean", "dropped", "freed") if f"bytes/{name}" in values]
+    shown = " ".join(f"{name} {values[f'bytes/{name}'] / GIB:.3f}" for name in names)
+    return f"{shown} GiB" if shown else ""

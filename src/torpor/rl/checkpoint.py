@@ -1,0 +1,125 @@
+"""Checkpoints: a directory that is there whole or not at all.
+
+    checkpoints/step-000020/model.safetensors       parameters and buffers, ties once
+                            optimizer.safetensors   its tensors, and the random state
+                            state.json              what is no tensor, and the step
+
+Files are written under another name, brought to the disk, and renamed in one piece. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from torpor.errors import UsageError
+
+_PREFIX, _PARTIAL = "step-", ".partial-"
+
+
+def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
+    """Call `write` with an empty directory, then put it in place as the checkpoint of `step`.
+
+    The newest `keep` checkpoints stay. A run that dies meanwhile leaves the checkpoints before it as they were.
+    """
+    target = root / f"{_PREFIX}{step:06d}"
+    partial = root / f"{_PARTIAL}{target.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write(partial)
+    for file in partial.iterdir():
+        _sync(file)
+    _sync(partial)
+    if target.exists():  # a run that was resumed from an older checkpoint comes by again
+        shutil.rmtree(target)
+    partial.rename(target)
+    _sync(root)
+    for old in _checkpoints(root)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def latest_checkpoint(root: Path) -> Path:
+    """The newest checkpoint.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = _checkpoints(root)
+    if not found:
+        raise UsageError(
+            f"no checkpoint in {root} to resume from; run with --checkpoint.interval-steps first",
+            path=str(root),
+        )
+    return found[-1]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps that were done when `checkpoint` was taken."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file; tensors that share memory are written once for each name."""
+    seen: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if address in seen else tensor.contiguous()
+        seen.add(address)
+    save_file(separate, path)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, in memory of their own: what `load_file` gives cannot be put to sleep."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values
+
+
+def split_optimizer_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's `state_dict()` as tensors by name and JSON values.
+
+    Example: the tensors `{"0.exp_avg": ..., "0.step": ...}` and `{"param_groups": [...], "state": {"0": {}}}`.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        plain[str(index)] = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        tensors |= {f"{index}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
+    return tensors, {"param_groups": state["param_groups"], "state": plain}
+
+
+def join_optimizer_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `split_optimizer_state`."""
+    state: dict[int, dict[str, Any]] = {int(index): dict(plain) for index, plain in values["state"].items()}
+    for key, tensor in tensors.items():
+        index, name = key.split(".", 1)
+        state[int(index)][name] = tensor
+    return {"state": state, "param_groups": values["param_groups"]}
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    return sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

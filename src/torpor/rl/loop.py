@@ -1,0 +1,194 @@
+"""The colocated loop: actor and engine take turns with the memory.
+
+engine.wake("weights")      the actor sleeps
+update_weights              from the sleeping actor's store
+engine.wake("kv_cache")
+generate, evaluate
+engine.sleep()
+actor.wake_up()             the engine sleeps
+train
+actor.sleep()
+checkpoint                  from the store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torpor.report.metrics import Mean, Sum
+from torpor.report.recorder import Recorder
+from torpor.rl.actor import Actor
+from torpor.rl.batch import Batch, make_batch
+from torpor.rl.checkpoint import save_checkpoint
+from torpor.rl.config import RunConfig
+from torpor.rl.rollout.base import Rollout, RolloutEngine, SamplingParams, Tag
+from torpor.rl.tasks.base import Question, Split, Task, Tokenizer, encode_prompt
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything a run consists of. The actor is awake and the engine asleep when the loop begins."""
+
+    config: RunConfig
+    task: Task
+    tokenizer: Tokenizer
+    actor: Actor
+    engine: RolloutEngine
+    recorder: Recorder
+    stop_token_ids: tuple[int, ...]
+    """What ends an answer."""
+    first_step: int = 0
+
+
+def run_loop(job: Job) -> None:
+    """All steps, with an evaluation after the last. Step `s` sees the same questions and random numbers in
+    every run with the same seed, resumed or not."""
+    fall_asleep(job)
+    for step in range(job.first_step, job.config.steps):
+        with job.recorder.step(step):
+            wake_engine(job)
+            if is_due(step, job.config.evaluation.interval_steps):
+                evaluate(job)
+            batch = roll_out(job, step)
+            sleep_engine(job)
+            wake_actor(job)
+            learn(job, batch)
+            fall_asleep(job)
+            save_if_due(job, step + 1)
+    if job.config.evaluation.interval_steps:
+        wake_engine(job)
+        evaluate(job)
+        sleep_engine(job)
+        values = job.recorder.summary(job.config.steps)
+        job.recorder.console.say(
+            f"held-out reward after {job.config.steps} steps: {values['eval/reward']:.3f}"
+        )
+
+
+def wake_engine(job: Job) -> None:
+    """The engine awake, with the actor's weights."""
+    with job.recorder.phase("engine_wake"):
+        job.engine.wake([Tag.WEIGHTS])
+    with job.recorder.phase("update_weights"):
+        job.actor.update_weights(job.engine)
+    with job.recorder.phase("engine_wake"):
+        job.engine.wake([Tag.KV_CACHE])
+    job.recorder.asleep(actor=job.actor.is_asleep, engine=False)
+
+
+def sleep_engine(job: Job) -> None:
+    """The engine's memory given back, if it may."""
+    if job.config.memory.offload_rollout:
+        with job.recorder.phase("engine_sleep"):
+            job.engine.sleep()
+    job.recorder.asleep(actor=job.actor.is_asleep, engine=bool(job.engine.asleep))
+
+
+def wake_actor(job: Job) -> None:
+    """The actor awake."""
+    with job.recorder.phase("actor_wake"):
+        job.actor.wake_up()
+    job.recorder.asleep(actor=False, engine=bool(job.engine.asleep))
+
+
+def fall_asleep(job: Job) -> None:
+    """The actor's memory given back, if it may."""
+    with job.recorder.phase("actor_sleep"):
+        job.actor.sleep()
+    job.recorder.asleep(actor=job.actor.is_asleep, engine=bool(job.engine.asleep))
+
+
+def roll_out(job: Job, step: int) -> Batch:
+    """Answers to the questions of `step`, scored and grouped."""
+    config = job.config
+    count = config.rollout.prompts_per_step
+    questions = [job.task.sample(step * count + i) for i in range(count)]
+    with job.recorder.phase("generate"):
+        rollouts = job.engine.generate(
+            [encode_prompt(job.tokenizer, question.prompt) for question in questions],
+            sampling(job, num_samples=config.rollout.group_size, seed=config.seed * 1_000_003 + step),
+        )
+    rewards = [_reward(job, questions[rollout.prompt_index], rollout) for rollout in rollouts]
+    _record_rollouts(job, questions, rollouts, rewards)
+    return make_batch(
+        rollouts, rewards, config.rollout.group_size, normalize_std=config.algorithm.normalize_std
+    )
+
+
+def learn(job: Job, batch: Batch) -> None:
+    """One training step of the actor."""
+    total = len(batch.groups) * job.config.algorithm.epochs_per_rollout
+    with job.recorder.phase("train", total, "groups") as counter:
+        job.recorder.metrics.update(job.actor.train(batch, progress=counter.advance))
+
+
+def evaluate(job: Job) -> None:
+    """Greedy answers to the held-out questions."""
+    questions = [job.task.sample(i, Split.EVAL) for i in range(job.config.evaluation.num_questions)]
+    prompts = [encode_prompt(job.tokenizer, question.prompt) for question in questions]
+    with job.recorder.phase("evaluate"):
+        rollouts = job.engine.generate(prompts, sampling(job, temperature=0.0))
+    rewards = [_reward(job, questions[rollout.prompt_index], rollout) for rollout in rollouts]
+    job.recorder.metrics.record("eval/reward", Mean(sum(rewards), len(rewards)))
+
+
+def save_if_due(job: Job, steps_done: int) -> None:
+    """A checkpoint every so many steps and after the last."""
+    config = job.config.checkpoint
+    if config.interval_steps and (
+        is_due(steps_done, config.interval_steps) or steps_done == job.config.steps
+    ):
+        with job.recorder.phase("checkpoint"):
+            save_checkpoint(job.recorder.run.checkpoints, steps_done, job.actor.save, keep=config.keep)
+
+
+def is_due(step: int, interval_steps: int) -> bool:
+    """Whether something that happens every `interval_steps` (0: never) happens at `step`."""
+    return interval_steps > 0 and step % interval_steps == 0
+
+
+def sampling(
+    job: Job, *, num_samples: int = 1, temperature: float | None = None, seed: int = 0
+) -> SamplingParams:
+    """Sampling parameters of the run; `temperature` None is that of its rollouts."""
+    rollout = job.config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        num_samples=num_samples,
+        temperature=rollout.temperature if temperature is None else temperature,
+        stop_token_ids=job.stop_token_ids,
+        seed=seed,
+    )
+
+
+def _reward(job: Job, question: Question, rollout: Rollout) -> float:
+    return job.task.reward(question, _text(job, rollout))
+
+
+def _text(job: Job, rollout: Rollout) -> str:
+    return job.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+
+
+def _record_rollouts(
+    job: Job, questions: Sequence[Question], rollouts: Sequence[Rollout], rewards: Sequence[float]
+) -> None:
+    metrics = job.recorder.metrics
+    num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    metrics.record("reward/mean", Mean(sum(rewards), len(rewards)))
+    metrics.record("rollout/tokens", Sum(num_tokens))
+    metrics.record("rollout/answer_tokens", Mean(num_tokens, len(rollouts)))
+    stride = max(1, len(rollouts) // max(1, job.config.report.samples_per_step))
+    shown = list(zip(rollouts, rewards, strict=True))[::stride][: job.config.report.samples_per_step]
+    job.recorder.samples(
+        [
+            {
+                "question": questions[rollout.prompt_index].prompt,
+                "solution": questions[rollout.prompt_index].solution,
+                "answer": _text(job, rollout),
+                "reward": reward,
+                "weight_version": rollout.weight_version,
+            }
+            for rollout, reward in shown
+        ]
+    )

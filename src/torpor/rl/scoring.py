@@ -1,0 +1,45 @@
+"""What a model thinks of answers: log-probability and entropy of each of their tokens.
+
+Letters: `T` answer tokens of one group, `N` answer tokens of all groups of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torpor.rl.losses import token_statistics
+from torpor.rl.packing import Group, pack, predicting_hidden
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Scorer:
+    """One forward pass over prompts, each with all its answers; differentiable unless under `no_grad`."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, logit_chunk_tokens: int) -> None:
+        self._model = model
+        self._temperature = temperature
+        self._logit_chunk_tokens = logit_chunk_tokens
+
+    def __call__(self, groups: Sequence[Group]) -> list[tuple[Tensor, Tensor]]:
+        """For each group `(log_prob_T, entropy_T)`, answer after answer, in nats.
+
+        Raises:
+            UsageError: no group, or an empty prompt or completion.
+            UnsupportedError: the model's attention takes no mask of its own.
+        """
+        packed = pack(groups, self._model.device)
+        head = self._model.get_output_embeddings()
+        log_prob_N, entropy_N = token_statistics(
+            predicting_hidden(self._model, packed),
+            head.weight,
+            packed.target_N,
+            temperature=self._temperature,
+            chunk_tokens=self._logit_chunk_tokens,
+        )
+        lengths = [sum(map(len, group.completions)) for group in groups]
+        return list(zip(log_prob_N.split(lengths), entropy_N.split(lengths), strict=True))
