@@ -66,9 +66,7 @@ def optimizers() -> st.SearchStrategy[Optimizer]:
 
 @given(models(), layouts(), recipes(), optimizers())
 @settings(max_examples=60, deadline=None)
-def test_the_job_is_the_sum_of_its_ranks(
-    model: Model, layout: Layout, recipe: Recipe, optimizer: Optimizer
-) -> None:
+def test_the_job_is_the_sum_of_its_ranks(model: Model, layout: Layout, recipe: Recipe, optimizer: Optimizer) -> None:
     account = forecast(model, layout, recipe, optimizer)
     ranks = list(account.by_rank())
     assert len(ranks) == layout.gpus
@@ -87,7 +85,8 @@ def test_bytes_never_fall_when_layers_are_added(
     before, after = (forecast(each, layout, recipe, optimizer) for each in (model, more))
     assert after.awake_bytes > before.awake_bytes
     assert after.copied_bytes >= before.copied_bytes
-    assert after.fullest.awake_bytes >= before.fullest.awake_bytes
+    if layout.pp == 1:  # more stages share the layers out anew, and the heavy ones may part
+        assert after.fullest.awake_bytes >= before.fullest.awake_bytes
 
 
 @given(models(), recipes(), optimizers())

@@ -91,9 +91,7 @@ NORMED = Weight("mlp.linear_fc1", 64, 64, module=Module.LAYERNORM_LINEAR)
         ({"override": Override.DEQUANTIZED, "recompute": Recompute.FULL, "te_version": (2, 18)}, ROW),
     ],
 )
-def test_directions_at_the_moment_of_sleep(
-    weight: Weight, more: dict[str, Any], expected: Directions
-) -> None:
+def test_directions_at_the_moment_of_sleep(weight: Weight, more: dict[str, Any], expected: Directions) -> None:
     assert on_blackwell("nvfp4", **more).directions(weight) == expected
 
 
@@ -149,9 +147,7 @@ def test_delayed_scaling_state_is_moved() -> None:
 def test_first_and_last_layers_in_bf16() -> None:
     model = build_model(read_config("qwen3-0.6b"))
     whole = forecast(model, recipe=Recipe(format=Format.FP8_CURRENT))
-    trimmed = forecast(
-        model, recipe=Recipe(format=Format.FP8_CURRENT, first_layers_bf16=1, last_layers_bf16=2)
-    )
+    trimmed = forecast(model, recipe=Recipe(format=Format.FP8_CURRENT, first_layers_bf16=1, last_layers_bf16=2))
     cached = (whole.total(Role.QUANTIZED_CACHE), trimmed.total(Role.QUANTIZED_CACHE))
     assert cached[1] * 28 == cached[0] * 25
 
@@ -162,9 +158,7 @@ def test_primary_weights_are_state_and_leave_no_cache() -> None:
     plain = forecast(model, recipe=Recipe(format=Format.FP8_BLOCKWISE))
     account = forecast(model, recipe=recipe)
     assert account.total(Role.QUANTIZED_CACHE) == 0
-    moved = [
-        line.nbytes for line in account.fullest.lines if line.role is Role.PARAM and line.fate is Fate.MOVED
-    ]
+    moved = [line.nbytes for line in account.fullest.lines if line.role is Role.PARAM and line.fate is Fate.MOVED]
     assert moved == [plain.total(Role.QUANTIZED_CACHE)]
 
 

@@ -174,9 +174,7 @@ class Forecast:
     def host_bytes_by_node(self) -> list[int]:
         """Host memory that each node needs: `HOST_FACTOR` times what its ranks store, and what an optimizer
         on the host holds. Ranks fill nodes in order."""
-        needs = [
-            int(HOST_FACTOR * rank.restored_bytes) + rank.optimizer_host_bytes for rank in self.by_rank()
-        ]
+        needs = [int(HOST_FACTOR * rank.restored_bytes) + rank.optimizer_host_bytes for rank in self.by_rank()]
         size = self.layout.gpus_per_node
         return [sum(needs[start : start + size]) for start in range(0, len(needs), size)]
 
@@ -187,9 +185,7 @@ class Forecast:
     def savings(self) -> list[Saving]:
         """What each option that is on saves on its own, and all together."""
         nothing = self.with_options(Options.off())
-        names = [
-            item.name for item in fields(Options) if item.name in SAVINGS and getattr(self.options, item.name)
-        ]
+        names = [item.name for item in fields(Options) if item.name in SAVINGS and getattr(self.options, item.name)]
         alone = [(SAVINGS[name], self.with_options(self.options.only(name))) for name in names]
         return [_saving(words, nothing, other) for words, other in [*alone, ("together", self)]]
 
@@ -338,9 +334,7 @@ class _Ledger:
                 yield Line("buffers", Role.BUFFER, Fate.MOVED, buffer.nbytes)
         gemms = sum(shard.count for shard in held if self.quantizes(shard))
         scaling = self.recipe.scaling_state_bytes(gemms)
-        yield Line(
-            "buffers", Role.BUFFER, Fate.MOVED, scaling, "scales and amax history: nothing rebuilds them"
-        )
+        yield Line("buffers", Role.BUFFER, Fate.MOVED, scaling, "scales and amax history: nothing rebuilds them")
 
     def optimizer_state(self, state: State) -> Iterator[Line]:
         yield Line("optimizer", Role.MASTER, Fate.MOVED, state.master_bytes)

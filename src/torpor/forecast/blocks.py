@@ -241,9 +241,7 @@ class MoE:
                     ROWS,
                     module=Module.LINEAR,
                 ),
-                Weight(
-                    "mlp.shared_experts.linear_fc2", self.hidden, self.shared_ffn, COLS, module=Module.LINEAR
-                ),
+                Weight("mlp.shared_experts.linear_fc2", self.hidden, self.shared_ffn, COLS, module=Module.LINEAR),
             ]
         if self.shared_gate:
             found.append(Weight("mlp.shared_experts.gate", 1, self.hidden))

@@ -49,8 +49,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "plan",
         help="bytes of an actor, before anything runs",
         description=__doc__,
-        epilog=f"built-in models: {', '.join(built_in_names())}. "
-        f"Architectures: {', '.join(known_architectures())}.",
+        epilog=f"built-in models: {', '.join(built_in_names())}. Architectures: {', '.join(known_architectures())}.",
     )
     add_arguments(parser)
     parser.set_defaults(run=run)
@@ -76,9 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON; bytes are whole numbers")
-    group.add_argument(
-        "--segments", action="store_true", help="also show what an allocator-level saver copies"
-    )
+    group.add_argument("--segments", action="store_true", help="also show what an allocator-level saver copies")
     group.add_argument(
         "--compare",
         nargs="+",
@@ -101,9 +98,7 @@ class _Options:
         self.target = target
 
     def add(self, flag: str, field: str, help: str, **more: Any) -> None:
-        self.group.add_argument(
-            flag, dest=f"{self.target}.{field}", default=argparse.SUPPRESS, help=help, **more
-        )
+        self.group.add_argument(flag, dest=f"{self.target}.{field}", default=argparse.SUPPRESS, help=help, **more)
 
     def number(self, flag: str, field: str, help: str) -> None:
         self.add(flag, field, help, type=int, metavar="N")
@@ -166,9 +161,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     recipe.choice("--moment", "moment", "what ran last before the sleep", Moment)
     recipe.choice("--recompute", "recompute", "which linears are recomputed in the backward", Recompute)
     recipe.choice("--backward-override", "override", "what the backward multiplies with", Override)
-    recipe.add(
-        "--te", "te_version", "TransformerEngine release, for example 2.17", type=_version, metavar="X.Y"
-    )
+    recipe.add("--te", "te_version", "TransformerEngine release, for example 2.17", type=_version, metavar="X.Y")
     recipe.number("--amax-history", "amax_history", "length of delayed scaling's history")
 
 
@@ -177,27 +170,17 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     optimizer.choice("--optimizer", "kind", "which optimizer", Kind)
     optimizer.add("--grad-dtype", "grad_bytes", "of the gradient buffer", type=_width, metavar="fp32|bf16")
     optimizer.add("--exp-avg-dtype", "exp_avg_bytes", "of the first moment", type=_width, metavar="TYPE")
-    optimizer.add(
-        "--exp-avg-sq-dtype", "exp_avg_sq_bytes", "of the second moment", type=_width, metavar="TYPE"
-    )
-    optimizer.switch(
-        "--no-param-remainders", "param_remainders", "fp32 masters in precision-aware Adam", value=False
-    )
+    optimizer.add("--exp-avg-sq-dtype", "exp_avg_sq_bytes", "of the second moment", type=_width, metavar="TYPE")
+    optimizer.switch("--no-param-remainders", "param_remainders", "fp32 masters in precision-aware Adam", value=False)
     optimizer.switch("--no-momentum", "sgd_momentum", "SGD without momentum", value=False)
-    optimizer.add(
-        "--cpu-offload", "cpu_offload", "fraction of the optimizer on the host", type=float, metavar="0..1"
-    )
+    optimizer.add("--cpu-offload", "cpu_offload", "fraction of the optimizer on the host", type=float, metavar="0..1")
 
 
 def _add_sleep(parser: argparse.ArgumentParser) -> None:
     options = _Options(parser, "sleep", "options")
-    options.switch(
-        "--copy-caches", "drop_caches", "copy quantized caches instead of dropping them", value=False
-    )
+    options.switch("--copy-caches", "drop_caches", "copy quantized caches instead of dropping them", value=False)
     options.switch("--copy-grads", "zero_grads", "copy gradients instead of zeroing them", value=False)
-    options.switch(
-        "--copy-params", "rebuild_params", "copy parameters instead of rebuilding them", value=False
-    )
+    options.switch("--copy-params", "rebuild_params", "copy parameters instead of rebuilding them", value=False)
     options.switch("--copy-unchanged", "keep_unchanged", "copy frozen weights in each sleep", value=False)
     options.switch("--cuda-graphs", "cuda_graphs", "CUDA graphs were captured over the training step")
 
@@ -236,9 +219,7 @@ def make_plan(config: str, given: Given, ignore: Sequence[str] = ()) -> Plan:
     if is_argument_file(config):
         base = read_arguments(config, ignore)
         model = base.model
-        from_file: Given = {
-            name: getattr(base, name) for name in ("layout", "recipe", "optimizer", "options")
-        }
+        from_file: Given = {name: getattr(base, name) for name in ("layout", "recipe", "optimizer", "options")}
         if "mtp" in choices:
             raise UsageError("--mtp is for a config.json; an argument file has --mtp-num-layers.")
     else:

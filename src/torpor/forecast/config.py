@@ -47,9 +47,7 @@ class Config:
         """A list, or None where the config has none."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, list):
-            raise UsageError(
-                f"{self.name}: '{key}' is {value!r}, a list is needed.", config=self.name, key=key
-            )
+            raise UsageError(f"{self.name}: '{key}' is {value!r}, a list is needed.", config=self.name, key=key)
         return value
 
     def text(self) -> Config:
@@ -68,9 +66,7 @@ class Config:
 
 def built_in_names() -> list[str]:
     """Names of the configs that come with the package."""
-    return sorted(
-        entry.name.removesuffix(".json") for entry in _MODELS.iterdir() if entry.name.endswith(".json")
-    )
+    return sorted(entry.name.removesuffix(".json") for entry in _MODELS.iterdir() if entry.name.endswith(".json"))
 
 
 def read_config(source: str) -> Config:
@@ -87,8 +83,7 @@ def read_config(source: str) -> Config:
         name = source.lower()
         return Config(_parse(_MODELS.joinpath(f"{name}.json").read_text(encoding="utf-8"), name), name)
     raise UsageError(
-        f"{source}: no such file, and no built-in model of that name. "
-        f"Built in: {', '.join(built_in_names())}.",
+        f"{source}: no such file, and no built-in model of that name. Built in: {', '.join(built_in_names())}.",
         source=source,
         known=built_in_names(),
     )

@@ -119,9 +119,7 @@ class _V4Attention:
         return [
             *self._compressor(name, 2 * self.head_dim, self.head_dim),
             *self._compressor(f"{indexer}.compressor", 2 * self.index_dim, self.index_dim),
-            Weight(
-                f"{indexer}.linear_wq_b", self.index_heads * self.index_dim, self.q_lora, module=Module.LINEAR
-            ),
+            Weight(f"{indexer}.linear_wq_b", self.index_heads * self.index_dim, self.q_lora, module=Module.LINEAR),
             Weight(f"{indexer}.linear_weights_proj", self.index_heads, self.hidden),
         ]
 

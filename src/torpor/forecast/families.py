@@ -61,9 +61,7 @@ def build_model(config: Config, *, mtp_layers: int = 0) -> Model:
         hidden=hidden,
         tied=config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", family.tied)),
         embedding=Layer("embedding", (embedding("word_embeddings", vocab, hidden),)),
-        layers=tuple(
-            _decoder_layer(family, text, index) for index in range(text.number("num_hidden_layers"))
-        ),
+        layers=tuple(_decoder_layer(family, text, index) for index in range(text.number("num_hidden_layers"))),
         head=Layer(
             "head",
             (

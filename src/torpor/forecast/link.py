@@ -69,8 +69,7 @@ def current_link(given_gb_per_s: float | None = None) -> Link:
         rates = float(values["d2h_bytes_per_s"]), float(values["h2d_bytes_per_s"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is no link measurement ({error!r}). "
-            "Run `torpor bench --link` again, or give --link-gbps.",
+            f"{path} is no link measurement ({error!r}). Run `torpor bench --link` again, or give --link-gbps.",
             path=str(path),
         ) from error
     if min(rates) <= 0:

@@ -166,9 +166,7 @@ def _model(given: _Arguments, name: str) -> Model:
         architecture="Megatron arguments",
         hidden=hidden,
         tied=not given.on("untie-embeddings-and-output-weights"),
-        embedding=Layer(
-            "embedding", (embedding("word_embeddings", vocab, hidden), *_positions(given, hidden))
-        ),
+        embedding=Layer("embedding", (embedding("word_embeddings", vocab, hidden), *_positions(given, hidden))),
         layers=tuple(
             Layer(f"decoder.layers.{index}", tuple(block.weights), block.buffers, index)
             for index, block in enumerate(blocks)
@@ -194,9 +192,7 @@ def _positions(given: _Arguments, hidden: int) -> list[Weight]:
     if given.on("use-rotary-position-embeddings") or kind in ("rope", "mrope", "yarn", "none"):
         return []
     if kind == "relative":
-        raise UnsupportedError(
-            "--position-embedding-type relative belongs to an architecture that is not known."
-        )
+        raise UnsupportedError("--position-embedding-type relative belongs to an architecture that is not known.")
     positions = given.number("max-position-embeddings")
     return [Weight("position_embeddings", positions, hidden)]
 
@@ -210,9 +206,7 @@ def _sparse_layers(given: _Arguments, layers: int) -> list[bool]:
         return [index % int(text) == 0 for index in range(layers)]
     pattern = _pattern(text)
     if len(pattern) != layers:
-        raise UsageError(
-            f"--moe-layer-freq {text} describes {len(pattern)} layers, --num-layers is {layers}."
-        )
+        raise UsageError(f"--moe-layer-freq {text} describes {len(pattern)} layers, --num-layers is {layers}.")
     return pattern
 
 
@@ -338,9 +332,7 @@ def _format(given: _Arguments) -> Format:
 
 def _recompute(given: _Arguments) -> Recompute:
     granularity = given.word("recompute-granularity", "none")
-    if granularity == "selective" and not _CHECKPOINTED_MODULES & set(
-        given.values.get("recompute-modules", [])
-    ):
+    if granularity == "selective" and not _CHECKPOINTED_MODULES & set(given.values.get("recompute-modules", [])):
         return Recompute.NONE
     return Recompute(granularity)
 
@@ -350,9 +342,7 @@ def _optimizer(given: _Arguments) -> dict[str, Any]:
     if name not in ("adam", "muon", "sgd"):
         raise UnsupportedError(f"--optimizer {name} is not known. Known: adam, muon, sgd.")
     aware = given.on("use-precision-aware-optimizer")
-    offload = (
-        float(given.word("optimizer-offload-fraction", "1.0")) if given.on("optimizer-cpu-offload") else 0.0
-    )
+    offload = float(given.word("optimizer-offload-fraction", "1.0")) if given.on("optimizer-cpu-offload") else 0.0
     return {
         "kind": Kind.PRECISION_AWARE_ADAM if aware else Kind(name),
         "grad_bytes": 2 if given.on("grad-reduce-in-bf16") else 4,

@@ -77,9 +77,7 @@ class Optimizer:
         if not 0.0 <= self.cpu_offload <= 1.0:
             raise UsageError(f"the offloaded fraction is {self.cpu_offload}; it lies between 0 and 1.")
         if self.grad_bytes not in (2, 4):
-            raise UsageError(
-                f"a gradient element of {self.grad_bytes} bytes; 2 (bf16) and 4 (fp32) are known."
-            )
+            raise UsageError(f"a gradient element of {self.grad_bytes} bytes; 2 (bf16) and 4 (fp32) are known.")
         narrow = self.exp_avg_bytes < FP32_BYTES or self.exp_avg_sq_bytes < FP32_BYTES
         if narrow and self.kind is not Kind.PRECISION_AWARE_ADAM:
             raise UsageError(f"moments narrower than fp32 need precision-aware-adam, not {self.kind}.")

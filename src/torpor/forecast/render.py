@@ -216,9 +216,7 @@ def compare(forecasts: Sequence[tuple[str, Forecast]], link: Link) -> str:
     return table(head, rows)
 
 
-def as_json(
-    forecast: Forecast, link: Link, host_gib: float | None, *, segments: bool = False
-) -> dict[str, Any]:
+def as_json(forecast: Forecast, link: Link, host_gib: float | None, *, segments: bool = False) -> dict[str, Any]:
     """The same as plain values; every number of bytes is a whole number of bytes."""
     need = max(forecast.host_bytes_by_node())
     found: dict[str, Any] = {
@@ -227,8 +225,7 @@ def as_json(
             "architecture": forecast.model.architecture,
             "parameters": forecast.model.parameters,
         },
-        "layout": asdict(forecast.layout)
-        | {"dp": forecast.layout.dp, "expert_dp": forecast.layout.expert_dp},
+        "layout": asdict(forecast.layout) | {"dp": forecast.layout.dp, "expert_dp": forecast.layout.expert_dp},
         "recipe": asdict(forecast.recipe),
         "optimizer": asdict(forecast.optimizer),
         "options": asdict(forecast.options),

@@ -144,9 +144,7 @@ def _state(forecast: Forecast, held: list[Shard], total_bytes: int, tensors: int
 
     A data-parallel rank owns a contiguous range of the flat buffer, so whole parameters but for two.
     """
-    pieces = [
-        piece for expert in (False, True) for piece in _first_range(held, forecast.layout, expert=expert)
-    ]
+    pieces = [piece for expert in (False, True) for piece in _first_range(held, forecast.layout, expert=expert)]
     elements = sum(pieces)
     if not total_bytes or not elements:
         return
