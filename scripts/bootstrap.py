@@ -20,7 +20,7 @@ CPU_TORCH = "2.13.0"
 
 def ensure(extras: str, without_dependencies: tuple[str, ...] = ()) -> Path:
     """The interpreter of a virtual environment that has torpor with `extras`, and the packages named."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file runs before anything checked it
         sys.exit(f"Python {platform.python_version()} is too old: torpor needs 3.11 or newer")
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr((extras, without_dependencies)).encode())
     stamp = VENV / f"torpor-{wanted.hexdigest()[:16]}"

@@ -19,12 +19,19 @@ def _modules_after(statement: str) -> set[str]:
 HEAVY = {"torch", "numpy", "pydantic", "tyro", "transformers", "matplotlib", "rich"}
 
 
+_HELP = """
+import contextlib, io, torpor.cli
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    torpor.cli.main(["--help"])
+"""
+
+
 @pytest.mark.parametrize(
     "statement",
     [
         "import torpor",
         "import torpor.cli",
-        "import contextlib, io, torpor.cli\nwith contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): torpor.cli.main(['--help'])",
+        _HELP,
     ],
     ids=["package", "cli", "help"],
 )

@@ -1,8 +1,8 @@
 """Torpor puts a training actor to sleep and wakes it bit for bit.
 
-    sleeper = torpor.Sleeper(model, optimizer=optimizer)
-    with sleeper.asleep():
-        ...  # the memory is yours
+sleeper = torpor.Sleeper(model, optimizer=optimizer)
+with sleeper.asleep():
+    ...  # the memory is yours
 """
 
 from __future__ import annotations

@@ -76,7 +76,12 @@ def drop_caches(decisions: Iterable[Decision]) -> list[Row]:
 
 def _still_held(row: Row) -> Row:
     return Row(
-        row.component, row.role, Fate.LEFT, 1, row.nbytes, reason="its owner dropped it, somebody else holds it"
+        row.component,
+        row.role,
+        Fate.LEFT,
+        1,
+        row.nbytes,
+        reason="its owner dropped it, somebody else holds it",
     )
 
 

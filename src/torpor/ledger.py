@@ -57,6 +57,8 @@ class Ledger:
     used_after_bytes: int = 0
     store_bytes: int = 0
     """Bytes the store holds after the call, padding included."""
+    host_before_bytes: int = 0
+    """Bytes of host memory the store held before the call."""
     host_bytes: int = 0
     """Bytes of host memory the store holds after the call."""
     leftovers: list[Leftover] = field(default_factory=list)
@@ -93,9 +95,10 @@ class Ledger:
 
     @property
     def unexplained_bytes(self) -> int:
-        """How far the kernel's or driver's difference is from ours: positive if more memory was in use
-        after the call than the account says. On a CPU, other threads of the process move it too."""
-        return self.used_after_bytes - self.used_before_bytes + self.freed_bytes - self.taken_bytes
+        """How far the kernel's difference is from ours, the store's own host memory taken out: positive if more
+        memory is in use after the call than the account says. Other threads of the process move it too."""
+        used = self.used_after_bytes - self.used_before_bytes
+        return used - (self.host_bytes - self.host_before_bytes) + self.freed_bytes - self.taken_bytes
 
     @property
     def seconds(self) -> float:

@@ -55,12 +55,12 @@ def _describe(tensor: torch.Tensor, found: dict[int, torch.Tensor], named: bool)
 
 
 def _holder(tensor: torch.Tensor, found: dict[int, torch.Tensor]) -> str:
-    words = [_in_words(referrer) for referrer in gc.get_referrers(tensor) if referrer is not found]
+    words = [_in_words(referrer, tensor) for referrer in gc.get_referrers(tensor) if referrer is not found]
     kinds = sorted({word for word in words if word})
     return ", ".join(kinds[:4]) or "no Python object (a C++ holder)"
 
 
-def _in_words(referrer: Any) -> str:
+def _in_words(referrer: Any, tensor: torch.Tensor) -> str:
     if isinstance(referrer, FrameType):
         code = referrer.f_code
         return "" if code.co_filename == __file__ else f"a local of {code.co_qualname}"
@@ -68,4 +68,5 @@ def _in_words(referrer: Any) -> str:
         return f"a dict with keys {sorted(map(str, list(referrer)[:3]))}"
     if type(referrer) in (list, tuple, set):
         return f"a {type(referrer).__name__} of {len(referrer)}"
-    return f"{type(referrer).__module__}.{type(referrer).__qualname__}"
+    attributes = [key for key, value in getattr(referrer, "__dict__", {}).items() if value is tensor]
+    return ".".join([type(referrer).__module__, type(referrer).__qualname__, *attributes[:1]])

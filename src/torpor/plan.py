@@ -131,4 +131,15 @@ def choose_bytes(plan: Plan, need_bytes: int) -> Plan:
         if missing > 0 and too_large:
             chosen.append(too_large[-1])
             missing -= too_large[-1].releasable_bytes
-    return Plan(chosen)
+    return Plan(_without_surplus(chosen, -missing))
+
+
+def _without_surplus(chosen: list[Decision], surplus_bytes: int) -> list[Decision]:
+    """Leave out what a later, larger choice made needless; what would be copied first, the largest first."""
+    needed = []
+    for decision in sorted(chosen, key=lambda d: (d.fate in _WITHOUT_A_COPY, -d.releasable_bytes)):
+        if decision.releasable_bytes <= surplus_bytes:
+            surplus_bytes -= decision.releasable_bytes
+        else:
+            needed.append(decision)
+    return needed

@@ -46,7 +46,13 @@ class Reader:
     def _tied(self, tensor: torch.Tensor, seen: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return self.tensor(tensor)
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+        )
         if key not in seen:
             seen[key] = self.tensor(tensor)
         return seen[key]

@@ -26,19 +26,19 @@ import torch
 
 from torpor.background import Handle
 from torpor.errors import AsleepError, ClosedError, UsageError
-from torpor.falling import Falling, Sleeping, by_backend, drop_caches
+from torpor.falling import Falling, Sleeping, drop_caches
 from torpor.guards import Guards
 from torpor.inventory import Inventory, take_inventory
 from torpor.kinds import Fate, Role, State
-from torpor.leftovers import find_leftovers
 from torpor.ledger import Ledger, Row, Stopwatch, add_up
+from torpor.leftovers import find_leftovers
 from torpor.memory import open_backends
 from torpor.memory.base import MemoryBackend
 from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
-from torpor.rules.standard import standard_rules
 from torpor.rules.base import Actor, Rule
 from torpor.rules.derived import Derived
+from torpor.rules.standard import standard_rules
 from torpor.shelf import Shelf
 from torpor.stores import open_store
 from torpor.stores.base import Store
@@ -298,12 +298,14 @@ class Sleeper:
         Tensors that are awake come back as they are, detached. Ties are kept.
         """
         model = _only(self._actor.models, name, "model")
-        return self._read(lambda: model.state_dict())
+        state: dict[str, Any] = self._read(lambda: model.state_dict())
+        return state
 
     def optimizer_state_dict(self, name: str | None = None) -> dict[str, Any]:
         """The optimizer's `state_dict()`, read as `state_dict` reads the model's."""
         optimizer = _only(self._actor.optimizers, name, "optimizer")
-        return self._read(lambda: optimizer.state_dict())
+        state: dict[str, Any] = self._read(lambda: optimizer.state_dict())
+        return state
 
     def stream(self, name: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the model's `state_dict()` one after the other, holding one host copy at a time.
@@ -357,7 +359,11 @@ class Sleeper:
             return ledger
 
     def _fall(
-        self, decisions: Sequence[Decision], watch: Stopwatch, batch_bytes: int, on_freed: Callable[[int], None]
+        self,
+        decisions: Sequence[Decision],
+        watch: Stopwatch,
+        batch_bytes: int,
+        on_freed: Callable[[int], None],
     ) -> list[Sleeping]:
         going = [d for d in decisions if d.backend is not None]
         staying = [Sleeping(d) for d in decisions if d.backend is None]
@@ -377,7 +383,12 @@ class Sleeper:
             watch = Stopwatch()
             ledger = self._open_ledger("wake")
             wake_up(
-                sleepers, self._store, watch, resolve=self._reader().tensor, verify=self._verify, wait_s=wait_s
+                sleepers,
+                self._store,
+                watch,
+                resolve=self._reader().tensor,
+                verify=self._verify,
+                wait_s=wait_s,
             )
             self._release(sleepers)
             for sleeping in sleepers:
@@ -488,7 +499,12 @@ class Sleeper:
         self._partly = (self._partly - touched) | (touched & awake)
 
     def _open_ledger(self, kind: Literal["sleep", "wake"]) -> Ledger:
-        return Ledger(kind, self._store.describe(), used_before_bytes=self._used_bytes())
+        return Ledger(
+            kind,
+            self._store.describe(),
+            used_before_bytes=self._used_bytes(),
+            host_before_bytes=self._store.host_bytes,
+        )
 
     def _close_ledger(self, ledger: Ledger, rows: Iterable[Row], watch: Stopwatch) -> None:
         ledger.rows = add_up(rows)

@@ -66,7 +66,10 @@ def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_
             while (free := backend.free_bytes(device)) < needed:
                 if time.monotonic() >= deadline:
                     raise NotEnoughMemoryError(
-                        needed, free, str(device), "Free memory there and wake again, or wait for it with wait_s=."
+                        needed,
+                        free,
+                        str(device),
+                        "Free memory there and wake again, or wait for it with wait_s=.",
                     )
                 time.sleep(_POLL_S)
 

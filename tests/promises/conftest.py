@@ -48,20 +48,21 @@ class SmallActor:
         return [bits(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
-@pytest.fixture()
+@pytest.fixture
 def actor() -> SmallActor:
     return SmallActor()
 
 
-@pytest.fixture()
+@pytest.fixture
 def trained(actor: SmallActor) -> SmallActor:
     """The small actor after one step, its gradients still there."""
     actor.step(0)
     return actor
 
 
-@pytest.fixture()
+@pytest.fixture
 def sleeper(trained: SmallActor, tmp_path: Path) -> Iterator[Sleeper]:
-    """A sleeper over the trained actor, with the default file store."""
+    """A sleeper over the trained actor, with the default file store; it has seen a step, so gradients are dead."""
     with Sleeper(trained.model, optimizer=trained.optimizer, store_dir=tmp_path) as made:
+        trained.step(1)
         yield made

@@ -19,7 +19,6 @@ def _muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2)
 
 
-
 def _adam_8bit(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     import bitsandbytes as bnb
 
@@ -90,9 +89,7 @@ def test_gradients_survive_a_sleep_in_the_middle_of_an_accumulation(tmp_path: Pa
 def test_gradients_are_zeroed_after_the_step_unless_told_otherwise(tmp_path: Path) -> None:
     for dead in (True, False):
         actor = SmallActor()
-        with Sleeper(
-            actor.model, optimizer=actor.optimizer, store_dir=tmp_path, dead_grads_after_step=dead
-        ) as sleeper:
+        with Sleeper(actor.model, optimizer=actor.optimizer, store_dir=tmp_path, dead_grads_after_step=dead) as sleeper:
             actor.step(0)
             before = actor.model[0].weight.grad
             assert before is not None
@@ -112,4 +109,6 @@ def test_a_live_autograd_graph_survives(actor: SmallActor, tmp_path: Path) -> No
     slept = [p.grad.clone() for p in actor.model.parameters() if p.grad is not None]
     twin = SmallActor()
     twin.model(torch.ones(2, 128)).square().mean().backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(slept, twin.model.parameters(), strict=True) if p.grad is not None)
+    assert all(
+        torch.equal(a, p.grad) for a, p in zip(slept, twin.model.parameters(), strict=True) if p.grad is not None
+    )

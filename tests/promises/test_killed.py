@@ -41,7 +41,7 @@ def _files(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 4096]
 
 
-@pytest.mark.slow()
+@pytest.mark.slow
 def test_killed_at_random_moments_then_a_clean_start(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(4):

@@ -50,9 +50,7 @@ def test_a_rebuild_that_would_lose_bits_is_moved_instead(tmp_path: Path) -> None
     master = torch.randn(64, 1024)
     cast = master.bfloat16()
     cast[3, 3] += 1.0  # somebody loaded weights that the master does not hold
-    cache = derived(
-        "cast", cast, rebuild=lambda out, source: out.copy_(source), sources=[master], component="params"
-    )
+    cache = derived("cast", cast, rebuild=lambda out, source: out.copy_(source), sources=[master], component="params")
     before = bits(cast)
     with Sleeper(extra={"optimizer": [master]}, derived=[cache], store_dir=tmp_path) as sleeper:
         ledger = sleeper.sleep()

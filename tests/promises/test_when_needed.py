@@ -22,9 +22,7 @@ def test_need_bytes_takes_what_costs_no_copy_first(trained: SmallActor, sleeper:
 
 
 @pytest.mark.parametrize("need_bytes", [1, 100_000, 200_000, 300_000])
-def test_need_bytes_frees_that_much_and_no_storage_more(
-    need_bytes: int, trained: SmallActor, sleeper: Sleeper
-) -> None:
+def test_need_bytes_frees_that_much_and_no_storage_more(need_bytes: int, trained: SmallActor, sleeper: Sleeper) -> None:
     before = trained.bits()
     ledger = sleeper.sleep(need_bytes=need_bytes)
     sizes = [s.decision.releasable_bytes for group in sleeper._asleep.values() for s in group]
@@ -70,7 +68,7 @@ class GatedFileStore(FileStore):
         super().write_block(offset, block)
 
 
-@pytest.fixture()
+@pytest.fixture
 def gated(trained: SmallActor, tmp_path: Path) -> tuple[Sleeper, GatedFileStore]:
     store = GatedFileStore(tmp_path)
     return Sleeper(trained.model, optimizer=trained.optimizer, store=store), store
@@ -84,7 +82,7 @@ def test_a_lazy_wake_computes_before_the_optimizer_is_there(
     for k in range(2):
         twin.step(k)
     sleeper.sleep()
-    sleeper.wake("params")
+    sleeper.wake(["params", "buffers"])
     store.reads.clear()
     first = sleeper.wake(lazy=True)
     assert first.copied_bytes < 2 * 128 * 128 * 4  # no moment was read yet
@@ -131,9 +129,7 @@ def _failing_read(offset: int, block: torch.Tensor) -> None:
     raise StoreError(f"the cable is out at {offset}")
 
 
-def test_a_sleep_in_the_background_frees_as_it_goes(
-    gated: tuple[Sleeper, GatedFileStore], trained: SmallActor
-) -> None:
+def test_a_sleep_in_the_background_frees_as_it_goes(gated: tuple[Sleeper, GatedFileStore], trained: SmallActor) -> None:
     sleeper, store = gated
     before = trained.bits()
     store.writes.clear()

@@ -1,0 +1,155 @@
+"""What Linux says about memory and mounts, and the three calls that Python does not offer. One file asks the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE_BYTES = mmap.PAGESIZE
+MADV_DONTNEED = 4
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+#: `f_type` of statfs(2) for filesystems that live in memory. Source: linux/magic.h.
+_MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+_libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One line of /proc/self/maps. Example: `Mapping(0x7f00, 0x8f00, "rw-p", "")`."""
+
+    begin: int
+    end: int
+    permissions: str
+    path: str
+    """The mapped file, a kernel's name in brackets, or empty for anonymous memory."""
+
+
+class Mappings:
+    """The process's memory map at one moment; adjacent mappings of one kind are joined."""
+
+    def __init__(self) -> None:
+        self._mappings: list[Mapping] = []
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                self._add(line.rstrip("\n"))
+        self._begins = [mapping.begin for mapping in self._mappings]
+
+    def _add(self, line: str) -> None:
+        span, permissions, _, _, _, *path = line.split(maxsplit=5)
+        begin, end = (int(bound, 16) for bound in span.split("-"))
+        mapping = Mapping(begin, end, permissions, path[0] if path else "")
+        if self._mappings:
+            last = self._mappings[-1]
+            if (last.end, last.permissions, last.path) == (begin, mapping.permissions, mapping.path):
+                self._mappings[-1] = Mapping(last.begin, end, permissions, mapping.path)
+                return
+        self._mappings.append(mapping)
+
+    def covering(self, address: int, nbytes: int) -> Mapping | None:
+        """The one mapping that contains `nbytes` bytes from `address`; None if they are spread or unmapped."""
+        position = bisect_right(self._begins, address) - 1
+        if position < 0:
+            return None
+        mapping = self._mappings[position]
+        return mapping if address + nbytes <= mapping.end else None
+
+
+def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """Start and length in bytes of the pages that lie entirely inside `nbytes` bytes from `address`."""
+    begin = -(-address // PAGE_BYTES) * PAGE_BYTES
+    end = (address + nbytes) // PAGE_BYTES * PAGE_BYTES
+    return begin, max(0, end - begin)
+
+
+def madvise(address: int, nbytes: int, advice: int) -> int:
+    """madvise(2) on whole pages; 0, or the errno."""
+    return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
+
+
+def trim_heap() -> None:
+    """Have glibc return freed heap pages to the kernel; nothing where the C library has no `malloc_trim`."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """Bytes of the pages touched by `nbytes` bytes from `address` that are in memory, by mincore(2)."""
+    begin = address // PAGE_BYTES * PAGE_BYTES
+    pages = -(-(address + nbytes - begin) // PAGE_BYTES)
+    flags = ctypes.create_string_buffer(pages)
+    if nbytes and _libc.mincore(begin, pages * PAGE_BYTES, flags) != 0:
+        raise OSError(ctypes.get_errno(), f"mincore of {nbytes} bytes at {address:#x}")
+    return sum(flag & 1 for flag in flags.raw) * PAGE_BYTES if nbytes else 0
+
+
+def process_resident_bytes() -> int:
+    """Resident memory of this process. Source: /proc/self/statm, second field, in pages."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+
+
+def available_bytes() -> int:
+    """Memory this process could still take: what the kernel calls available, and what its control groups allow."""
+    return min([_mem_available_bytes(), *_cgroup_rooms_bytes()])
+
+
+def _mem_available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no MemAvailable in /proc/meminfo: Linux 3.14 or newer is needed")
+
+
+def _cgroup_rooms_bytes() -> list[int]:
+    """Limit minus usage of each memory control group above this process, version 1 and 2; file pages count as room."""
+    rooms = []
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = (
+                Path("/sys/fs/cgroup/memory"),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for level in (group, *group.parents):
+            room = _room_bytes(level, limit, usage)
+            if room is not None:
+                rooms.append(room)
+            if level == root:
+                break
+    return rooms
+
+
+def _room_bytes(group: Path, limit: str, usage: str) -> int | None:
+    try:
+        text = (group / limit).read_text(encoding="ascii").strip()
+        if text == "max":
+            return None
+        reclaimable = dict(line.split()[:2] for line in (group / "memory.stat").read_text("ascii").splitlines())
+        used = int((group / usage).read_text(encoding="ascii")) - int(reclaimable.get("inactive_file", 0))
+    except (FileNotFoundError, PermissionError, NotADirectoryError):
+        return None  # a level without a memory controller, or outside this container's view
+    return max(0, int(text) - used)
+
+
+def memory_filesystem(path: str | os.PathLike[str]) -> str | None:
+    """ "tmpfs" or "ramfs" if `path` lies on one, else None."""
+    buffer = ctypes.create_string_buffer(256)
+    if _libc.statfs(os.fsencode(path), buffer) != 0:
+        raise OSError(ctypes.get_errno(), f"statfs of {os.fspath(path)}")
+    kind = ctypes.c_long.from_buffer(buffer).value
+    return _MEMORY_FILESYSTEMS.get(kind & 0xFFFFFFFF)

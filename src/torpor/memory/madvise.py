@@ -1,0 +1,71 @@
+"""Host memory, address kept: MADV_DONTNEED gives the whole pages of a storage back, the next touch brings zeros.
+
+Only private anonymous writable memory may be treated so. The ragged ends of a storage share their pages with
+other data and stay as they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+import torch
+
+from torpor.errors import MemoryBackendError
+from torpor.memory import kernel
+from torpor.memory.base import MemoryBackend
+
+
+class MadviseBackend(MemoryBackend):
+    """See the module's docstring."""
+
+    name = "madvise"
+    device_type = "cpu"
+    keeps_address = True
+    restores_zeros = True
+
+    def __init__(self) -> None:
+        self._mappings = kernel.Mappings()
+
+    def refresh(self) -> None:
+        """Read the memory map anew; `refusal` answers from the last reading."""
+        self._mappings = kernel.Mappings()
+
+    def refusal(self, storage: torch.UntypedStorage) -> str | None:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        mapping = self._mappings.covering(address, nbytes)
+        if mapping is None:
+            return "spread over memory of several kinds"
+        if mapping.permissions[3] != "p":
+            return f"shared memory ({mapping.path or 'anonymous'}): other processes may read it"
+        if mapping.path and mapping.path != "[heap]" and not mapping.path.startswith("[anon"):
+            return f"mapped from the file {mapping.path}: its pages are the kernel's to drop"
+        if "w" not in mapping.permissions:
+            return "read-only memory"
+        return None
+
+    def releasable_bytes(self, storage: torch.UntypedStorage) -> int:
+        return kernel.whole_pages(storage.data_ptr(), storage.nbytes())[1]
+
+    def release(self, storages: Sequence[torch.UntypedStorage]) -> int:
+        freed_bytes = 0
+        for storage in storages:
+            begin, nbytes = kernel.whole_pages(storage.data_ptr(), storage.nbytes())
+            code = kernel.madvise(begin, nbytes, kernel.MADV_DONTNEED)
+            if code:
+                locked = "; pages locked in memory cannot be given back" if code == errno.EINVAL else ""
+                raise MemoryBackendError(
+                    f"madvise(MADV_DONTNEED) of {nbytes} bytes at {begin:#x}: {os.strerror(code)}{locked}"
+                )
+            freed_bytes += nbytes
+        return freed_bytes
+
+    def restore(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Nothing to do: the addresses were never given up, and a page comes back when it is written."""
+
+    def free_bytes(self, device: torch.device) -> int:
+        return kernel.available_bytes()
+
+    def used_bytes(self, device: torch.device) -> int:
+        return kernel.process_resident_bytes()

@@ -1,0 +1,86 @@
+"""Which stretches of an address space are free: first fit, neighbours joined. Holds no bytes itself."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from torpor.stores.base import Slot
+
+
+def up(nbytes: int, multiple: int) -> int:
+    """`nbytes` rounded up to a multiple."""
+    return -(-nbytes // multiple) * multiple
+
+
+class FreeList:
+    """Free extents of one address space, sorted `(begin, end)`; slots begin at multiples of the alignment."""
+
+    def __init__(self, alignment_bytes: int) -> None:
+        self._alignment_bytes = alignment_bytes
+        self._extents: list[tuple[int, int]] = []
+
+    @property
+    def extents(self) -> Sequence[tuple[int, int]]:
+        """The free extents, in order."""
+        return self._extents
+
+    def length(self, nbytes: int) -> int:
+        """Bytes a slot takes, padding included."""
+        return up(nbytes, self._alignment_bytes)
+
+    def add(self, begin: int, end: int) -> None:
+        """New free space."""
+        if end > begin:
+            insort(self._extents, (begin, end))
+            self._join()
+
+    def remove(self, begin: int, end: int) -> None:
+        """Take free space out of the list; it must be one extent or the end of one."""
+        for i, (first, last) in enumerate(self._extents):
+            if first <= begin and last == end:
+                self._extents[i : i + 1] = [(first, begin)] if first < begin else []
+                return
+        raise ValueError(f"bytes {begin} to {end} are not the end of a free extent")
+
+    def take(self, sizes_bytes: Sequence[int]) -> list[Slot] | None:
+        """Slots side by side where one extent holds them all, else each where it fits; None if they do not fit."""
+        lengths = [self.length(nbytes) for nbytes in sizes_bytes]
+        begin = self._take_one(sum(lengths))
+        if begin is not None:
+            begins = accumulate(lengths, initial=begin)
+            return [Slot(offset, nbytes) for offset, nbytes in zip(begins, sizes_bytes, strict=False)]
+        before = list(self._extents)
+        slots = []
+        for length, nbytes in zip(lengths, sizes_bytes, strict=True):
+            begin = self._take_one(length)
+            if begin is None:
+                self._extents = before
+                return None
+            slots.append(Slot(begin, nbytes))
+        return slots
+
+    def give(self, slots: Iterable[Slot]) -> None:
+        """Slots back into the list."""
+        self._extents += [(s.offset, s.offset + self.length(s.nbytes)) for s in slots if s.nbytes]
+        self._extents.sort()
+        self._join()
+
+    def _take_one(self, length: int) -> int | None:
+        if length == 0:
+            return 0
+        for i, (begin, end) in enumerate(self._extents):
+            if end - begin >= length:
+                self._extents[i : i + 1] = [(begin + length, end)] if end - begin > length else []
+                return begin
+        return None
+
+    def _join(self) -> None:
+        joined: list[tuple[int, int]] = []
+        for begin, end in self._extents:
+            if joined and joined[-1][1] == begin:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((begin, end))
+        self._extents = joined

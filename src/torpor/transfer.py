@@ -1,0 +1,183 @@
+"""Bytes between storages and a store: large blocks, a bounded ring, copies and I/O at the same time.
+
+A block store is fed from a ring of buffers: the caller's thread fills one while worker threads write the
+others; on the way back the workers read ahead. The first error ends the transfer, after every call in flight
+has ended, and is raised as it came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from torpor.stores.base import AddressableStore, BlockStore, Slot, Store
+
+#: Reads and writes in flight at a time; more than two did not move a disk faster where it was measured.
+_WORKERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One storage's bytes and their place.
+
+    Attributes:
+        home: `uint8` tensor of shape `[slot.nbytes]`, on any device.
+        slot: where they wait.
+    """
+
+    home: torch.Tensor
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one transfer did."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Part of a piece inside a block: bytes `[start, start + nbytes)` of the piece, at `at` in the block."""
+
+    home: torch.Tensor
+    start: int
+    nbytes: int
+    at: int
+
+
+@dataclass(slots=True)
+class _Block:
+    """An aligned stretch of the store, and what lies in it."""
+
+    offset: int
+    nbytes: int
+    cuts: list[_Cut]
+
+
+def save(pieces: Sequence[Piece], store: Store) -> Moved:
+    """Copy every piece to its slot; on return the bytes are in the store, not on the way.
+
+    Raises:
+        StoreError: the store refused. Slots may hold anything then.
+    """
+    start = time.perf_counter()
+    if pieces and isinstance(store, AddressableStore):
+        for piece in pieces:
+            store.tensor(piece.slot).copy_(piece.home, non_blocking=True)
+        _finish(pieces)
+    elif pieces and isinstance(store, BlockStore):
+        _write(pieces, store)
+        store.sync()
+    return Moved(sum(piece.slot.nbytes for piece in pieces), time.perf_counter() - start)
+
+
+def load(pieces: Sequence[Piece], store: Store) -> Moved:
+    """Copy every slot to its piece; on return the bytes are there.
+
+    Raises:
+        StoreError: the store refused. Pieces may hold anything then.
+    """
+    start = time.perf_counter()
+    if pieces and isinstance(store, AddressableStore):
+        for piece in pieces:
+            piece.home.copy_(store.tensor(piece.slot), non_blocking=True)
+        _finish(pieces)
+    elif pieces and isinstance(store, BlockStore):
+        _read(pieces, store)
+    return Moved(sum(piece.slot.nbytes for piece in pieces), time.perf_counter() - start)
+
+
+def read(store: Store, slot: Slot, start: int, nbytes: int) -> torch.Tensor:
+    """Bytes `[start, start + nbytes)` of a slot as a new CPU `uint8` tensor of shape `[nbytes]`, at offset 0.
+
+    Raises:
+        StoreError: the store refused.
+    """
+    out = torch.empty(nbytes, dtype=torch.uint8)
+    if isinstance(store, AddressableStore):
+        return out.copy_(store.tensor(slot)[start : start + nbytes])
+    if isinstance(store, BlockStore):
+        shift = (slot.offset + start) % store.alignment_bytes
+        # a piece must begin at a multiple of the alignment: read a little more in front
+        padded = torch.empty(shift + nbytes, dtype=torch.uint8) if shift else out
+        _read([Piece(padded, Slot(slot.offset + start - shift, shift + nbytes))], store)
+        return out.copy_(padded[shift:]) if shift else out
+    raise TypeError(f"{type(store).__name__} is neither an AddressableStore nor a BlockStore")
+
+
+def _finish(pieces: Sequence[Piece]) -> None:
+    """Copies from and to a GPU are over when this returns."""
+    for device in {piece.home.device for piece in pieces if piece.home.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+def _write(pieces: Sequence[Piece], store: BlockStore) -> None:
+    idle = list(store.buffers())
+    flying: deque[tuple[torch.Tensor, Future[None]]] = deque()
+    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="torpor-write") as workers:
+        try:
+            for block in _blocks(pieces, store):
+                if not idle:
+                    buffer, future = flying.popleft()
+                    future.result()
+                    idle.append(buffer)
+                buffer = idle.pop()
+                for cut in block.cuts:
+                    buffer[cut.at : cut.at + cut.nbytes].copy_(cut.home[cut.start : cut.start + cut.nbytes])
+                flying.append((buffer, workers.submit(store.write_block, block.offset, buffer[: block.nbytes])))
+            for _, future in flying:
+                future.result()
+        except BaseException:
+            workers.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _read(pieces: Sequence[Piece], store: BlockStore) -> None:
+    idle = list(store.buffers())
+    flying: deque[tuple[_Block, torch.Tensor, Future[None]]] = deque()
+
+    def land() -> None:
+        block, buffer, future = flying.popleft()
+        future.result()
+        for cut in block.cuts:
+            cut.home[cut.start : cut.start + cut.nbytes].copy_(buffer[cut.at : cut.at + cut.nbytes])
+        idle.append(buffer)
+
+    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="torpor-read") as workers:
+        try:
+            for block in _blocks(pieces, store):
+                if not idle:
+                    land()
+                buffer = idle.pop()
+                flying.append((block, buffer, workers.submit(store.read_block, block.offset, buffer[: block.nbytes])))
+            while flying:
+                land()
+        except BaseException:
+            workers.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _blocks(pieces: Sequence[Piece], store: BlockStore) -> Iterator[_Block]:
+    """Pieces in the order of their slots, cut and joined into aligned blocks of at most one chunk."""
+    block: _Block | None = None
+    for piece in sorted(pieces, key=lambda piece: piece.slot.offset):
+        start = 0
+        while start < piece.slot.nbytes:
+            offset = piece.slot.offset + start
+            if block is None or block.offset + block.nbytes != offset or block.nbytes == store.chunk_bytes:
+                if block is not None:
+                    yield block
+                block = _Block(offset, 0, [])
+            nbytes = min(piece.slot.nbytes - start, store.chunk_bytes - block.nbytes)
+            block.cuts.append(_Cut(piece.home, start, nbytes, block.nbytes))
+            block.nbytes += -(-nbytes // store.alignment_bytes) * store.alignment_bytes
+            start += nbytes
+    if block is not None:
+        yield block
