@@ -80,6 +80,14 @@ def _aligned_units(address, first, TILE: tl.constexpr):  # type: ignore[no-untyp
     return tl.split(tl.reshape(tl.load(words + tl.arange(0, 2 * TILE)), [TILE, 2]))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _aligned_units_inside(address, first, inside, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same for a tile that the block does not fill: zeros outside."""
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16) + 2 * first
+    mask = tl.reshape(tl.join(inside, inside), [2 * TILE])
+    return tl.split(tl.reshape(tl.load(words + tl.arange(0, 2 * TILE), mask=mask, other=0), [TILE, 2]))
+
+
 @triton.jit
 def _units_by_bytes(address, first, offsets, nbytes):  # type: ignore[no-untyped-def]
     """Words of the units `first + offsets`, byte by byte: any address, and zeros after `nbytes`."""
@@ -104,15 +112,23 @@ def _add_chunks(table, sums, TILE: tl.constexpr):  # type: ignore[no-untyped-def
     offsets = tl.arange(0, TILE)
     sum0 = tl.zeros([TILE], tl.uint64)
     sum1 = tl.zeros([TILE], tl.uint64)
-    whole = tl.where(address % 16 == 0, nbytes // 16 // TILE * TILE, 0)
+    full = tl.where(address % 16 == 0, nbytes // 16, 0)
+    whole = full // TILE * TILE
     for first in range(0, whole, TILE):
         w0, w1 = _aligned_units(address, first, TILE)
         place = (first_unit + first + offsets + 1).to(tl.uint64)
         x0, x1 = _rounds(w0 + place * _KEY0, w1 + place * _KEY1)
         sum0 += x0
         sum1 += x1
+    for first in range(whole, full, TILE):
+        inside = first + offsets < full
+        w0, w1 = _aligned_units_inside(address, first, inside, TILE)
+        place = (first_unit + first + offsets + 1).to(tl.uint64)
+        x0, x1 = _rounds(w0 + place * _KEY0, w1 + place * _KEY1)
+        sum0 += tl.where(inside, x0, 0)
+        sum1 += tl.where(inside, x1, 0)
     num_units = (nbytes + 15) // 16
-    for first in range(whole, num_units, TILE):
+    for first in range(full, num_units, TILE):
         w0, w1 = _units_by_bytes(address, first, offsets, nbytes)
         place = (first_unit + first + offsets + 1).to(tl.uint64)
         x0, x1 = _rounds(w0 + place * _KEY0, w1 + place * _KEY1)
