@@ -149,7 +149,10 @@ def test_the_language_model_of_a_multi_modal_config(tmp_path: Path) -> None:
     text = dict(read_config("qwen3.5-4b").values)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}), encoding="utf-8")
-    assert build_model(read_config(str(path))).parameters == build_model(read_config("qwen3.5-4b")).parameters
+    found, known = build_model(read_config(str(path))), build_model(read_config("qwen3.5-4b"))
+    assert found.parameters == known.parameters
+    assert "language model only" in found.notes[0]
+    assert known.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -190,3 +190,10 @@ def test_training_that_cannot_be(model: Model) -> None:
         add_lora(model, 8, ["linear_q_up_proj"])
     with pytest.raises(UsageError, match="least is 1"):
         add_lora(model, 0)
+
+
+def test_parameters_rebuilt_from_masters_on_the_host_cross_the_link(model: Model) -> None:
+    account = plan(model, cpu_offload=1.0)
+    assert account.restored_bytes == 2 * model.parameters
+    assert account.fullest.stored_bytes == 0
+    assert plan(model).restored_bytes == plan(model).copied_bytes

@@ -89,6 +89,8 @@ class RankForecast:
     """Parameters that each of these ranks holds."""
     optimizer_host_bytes: int
     """Optimizer state that lives on the host anyway (CPU offload)."""
+    host_rebuilt_bytes: int
+    """Parameters that a wake rebuilds from masters on the host: they cross the link, but need no store."""
 
     @property
     def awake_bytes(self) -> int:
@@ -101,9 +103,14 @@ class RankForecast:
         return sum(line.copied_bytes for line in self.lines)
 
     @property
-    def restored_bytes(self) -> int:
-        """Bytes that a wake copies back; also what the store holds."""
+    def stored_bytes(self) -> int:
+        """Bytes that the store holds while the actor sleeps."""
         return sum(line.restored_bytes for line in self.lines)
+
+    @property
+    def restored_bytes(self) -> int:
+        """Bytes that a wake copies to the device."""
+        return self.stored_bytes + self.host_rebuilt_bytes
 
     @property
     def freed_bytes(self) -> int:
@@ -174,7 +181,7 @@ class Forecast:
     def host_bytes_by_node(self) -> list[int]:
         """Host memory that each node needs: `HOST_FACTOR` times what its ranks store, and what an optimizer
         on the host holds. Ranks fill nodes in order."""
-        needs = [int(HOST_FACTOR * rank.restored_bytes) + rank.optimizer_host_bytes for rank in self.by_rank()]
+        needs = [int(HOST_FACTOR * rank.stored_bytes) + rank.optimizer_host_bytes for rank in self.by_rank()]
         size = self.layout.gpus_per_node
         return [sum(needs[start : start + size]) for start in range(0, len(needs), size)]
 
@@ -183,11 +190,12 @@ class Forecast:
         return forecast(self.model, self.layout, self.recipe, self.optimizer, options)
 
     def savings(self) -> list[Saving]:
-        """What each option that is on saves on its own, and all together."""
+        """What each option that is on and saves anything saves on its own, and all together."""
         nothing = self.with_options(Options.off())
         names = [item.name for item in fields(Options) if item.name in SAVINGS and getattr(self.options, item.name)]
         alone = [(SAVINGS[name], self.with_options(self.options.only(name))) for name in names]
-        return [_saving(words, nothing, other) for words, other in [*alone, ("together", self)]]
+        found = [_saving(words, nothing, other) for words, other in alone]
+        return [*(saving for saving in found if saving.job_bytes), _saving("together", nothing, self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +244,8 @@ def forecast(
         for ranks, owned in optimizer.ownership(held, layout):
             state = optimizer.state(owned, recipe)
             lines = add_up([*fixed, *ledger.optimizer_state(state)])
-            found.append(RankForecast(stage, ranks, lines, parameters, state.host_bytes))
+            from_host = state.host_params_bytes if options.rebuild_params else 0
+            found.append(RankForecast(stage, ranks, lines, parameters, state.host_bytes, from_host))
     return Forecast(model, layout, recipe, optimizer, options, tuple(found))
 
 

@@ -71,6 +71,7 @@ def build_model(config: Config, *, mtp_layers: int = 0) -> Model:
             ),
         ),
         mtp=tuple(_mtp_layer(family, text, number, hidden) for number in range(mtp_layers)),
+        notes=() if text is config else ("the language model only: other towers of the config are not counted",),
     )
 
 

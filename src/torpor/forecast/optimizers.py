@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from torpor.errors import UsageError
 from torpor.forecast.layout import Layout, Shard
-from torpor.forecast.recipes import FP32_BYTES, Format, Recipe, ceil_div
+from torpor.forecast.recipes import BF16_BYTES, FP32_BYTES, Format, Recipe, ceil_div
 
 
 class Kind(StrEnum):
@@ -52,6 +52,8 @@ class State:
     master_bytes: int
     moment_bytes: int
     host_bytes: int = 0
+    host_params_bytes: int = 0
+    """bf16 bytes that cross the link when parameters are rebuilt from masters on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ class Optimizer:
         masters = master * (kept - round(owned.fp32 * share))
         moments = self._moments(owned) if not on_host else round(self._moments(owned) * share)
         host = on_host * 2 * FP32_BYTES + (self._moments(owned) - moments)
-        return State(masters, moments, host if on_host else 0)
+        return State(masters, moments, host if on_host else 0, BF16_BYTES * on_host)
 
     def _moments(self, owned: Owned) -> int:
         adam = self.exp_avg_bytes + self.exp_avg_sq_bytes

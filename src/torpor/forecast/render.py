@@ -63,6 +63,7 @@ def _title(forecast: Forecast) -> str:
         f"{forecast.recipe.label} on {forecast.recipe.architecture}, {forecast.optimizer.label}\n"
         f"{layout.label}, dp{layout.dp}{experts}; "
         f"the fullest rank is one of {rank.ranks} on pipeline stage {rank.stage}"
+        + "".join(f"\nnote: {note}" for note in model.notes)
     )
 
 
@@ -224,6 +225,7 @@ def as_json(forecast: Forecast, link: Link, host_gib: float | None, *, segments:
             "name": forecast.model.name,
             "architecture": forecast.model.architecture,
             "parameters": forecast.model.parameters,
+            "notes": forecast.model.notes,
         },
         "layout": asdict(forecast.layout) | {"dp": forecast.layout.dp, "expert_dp": forecast.layout.expert_dp},
         "recipe": asdict(forecast.recipe),
@@ -257,6 +259,7 @@ def _rank_json(rank: RankForecast) -> dict[str, Any]:
         "awake_bytes": rank.awake_bytes,
         "copied_bytes": rank.copied_bytes,
         "restored_bytes": rank.restored_bytes,
+        "stored_bytes": rank.stored_bytes,
         "freed_bytes": rank.freed_bytes,
         "optimizer_host_bytes": rank.optimizer_host_bytes,
         "lines": [

@@ -106,6 +106,8 @@ class Model:
     """Final norm, and the output layer (also when it is tied: a later stage holds a copy of it)."""
     mtp: tuple[Layer, ...] = ()
     """Multi-token-prediction layers that are built; they live on the last pipeline stage."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know about where these shapes came from."""
 
     @property
     def units(self) -> tuple[Layer, ...]:
