@@ -174,6 +174,34 @@ def test_the_state_of_a_wrapped_optimizer_is_claimed_and_its_gradients_die() -> 
     }
 
 
+class _Proxy(torch.optim.Optimizer):
+    """An optimizer that is one by class only, as accelerate's is."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self):  # type: ignore[no-untyped-def,override]
+        return self.inner.param_groups
+
+    @property
+    def state(self):  # type: ignore[no-untyped-def,override]
+        return self.inner.state
+
+
+def test_a_proxy_is_passed_over_for_what_it_wraps() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    proxy = _Proxy(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
+    actor, rules = Actor({}, {"optimizer": proxy}), standard_rules()
+    for rule in rules:
+        rule.attach(actor)
+    weight.grad = torch.ones(3)
+    proxy.inner.step()
+    fates = {e.name: e.fate for e in take_inventory(actor, rules).entries}
+    assert sorted(fates.values()) == [Fate.MOVED, Fate.MOVED, Fate.ZEROED]
+    assert "optimizer.inner.param_groups[0].params[0]" in fates
+
+
 # Gradients
 
 

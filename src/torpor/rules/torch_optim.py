@@ -23,6 +23,7 @@ from torpor.rules.walk import (
 
 _FIELDS = frozenset({"state", "param_groups"})
 _COMPONENT = "optimizer"
+_HOOKS = "_optimizer_step_post_hooks"
 _DEAD = "dead: optimizer.step() has consumed it and nothing was accumulated since"
 _ACCUMULATING = "in the middle of an accumulation"
 _NO_STEP = "no step was seen"
@@ -126,7 +127,11 @@ def _versions(tensor: torch.Tensor) -> _Versions | None:
 
 
 def _optimizers(actor: Actor) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """The actor's optimizers and those they wrap, each once."""
+    """The actor's optimizers and those they wrap, each once.
+
+    A proxy that never ran `Optimizer.__init__` (accelerate's) has neither hooks nor state of its own: it is
+    passed over for what it wraps.
+    """
     pending = list(actor.optimizers.items())[::-1]
     seen: set[int] = set()
     while pending:
@@ -134,7 +139,8 @@ def _optimizers(actor: Actor) -> Iterator[tuple[str, torch.optim.Optimizer]]:
         if id(optimizer) in seen:
             continue
         seen.add(id(optimizer))
-        yield name, optimizer
+        if _HOOKS in vars(optimizer):
+            yield name, optimizer
         for inner_name, leaf in _other_leaves(name, optimizer):
             if isinstance(leaf, torch.optim.Optimizer):
                 pending.append((inner_name, leaf))
