@@ -58,7 +58,7 @@ class ReasoningGymTask(ProceduralTask):
             if len(examples) == num_examples:
                 break
             draft = self._train_draft(f"example:{attempt}")
-            examples[draft.key] = f"{draft.key} {draft.solution}\n"
+            examples[draft.key] = f"{draft.key}{draft.solution}\n"
         if len(examples) < num_examples:
             raise UsageError(f"{self.name} has only {len(examples)} distinct examples, not {num_examples}")
         return list(examples.values())
