@@ -148,7 +148,7 @@ def _exclusive(method: Callable[Concatenate[VmmBackend, P], R]) -> Callable[Conc
         with self.pools.lock:
             return method(self, *args, **kwargs)
 
-    return cast(Callable[Concatenate[VmmBackend, P], R], locked)  # `wraps` blurs it
+    return cast("Callable[Concatenate[VmmBackend, P], R]", locked)  # `wraps` blurs it
 
 
 class VmmBackend(MemoryBackend):
