@@ -236,3 +236,17 @@ def test_attributes_inside_a_graph_are_not_asked_for_gradients() -> None:
     model = nn.Linear(2, 2, bias=False)
     model.last = model(torch.ones(1, 2))
     assert {h.name for h in module_tensors("m", model)} == {"m.weight", "m.last"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_weights_and_optimizer_state_resolve_to_codes_and_scales() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    weight = {h.name: h.tensor for h in module_tensors("m", model)}["m.0.weight"]
+    found = {name: tensor for name, tensor, why_left in plain("w", weight) if not why_left}
+    assert found["w.qdata"].dtype is torch.int8
+    assert "w.scale" in found
+    assert {n for n, _ in _parts(OptimState8bit.zeros((64, 64)))} == {"t.codes", "t.scale", "t.qmap"}

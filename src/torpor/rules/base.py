@@ -52,7 +52,7 @@ class Standing(IntEnum):
     KNOWN = 1
     """What the tensor is: a parameter, a registered buffer, optimizer state, what the user handed in."""
     DECLARED = 2
-    """The user's explicit word on this tensor."""
+    """A word on this very tensor in its place: the user's, or a rule's that knows the owner of the attribute."""
 
 
 @dataclass(slots=True, eq=False)

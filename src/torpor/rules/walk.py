@@ -209,7 +209,7 @@ def key_suffix(key: object, index: int) -> str:
     """How a mapping's key appears in a name; a key that is no text or number appears by type and position."""
     if isinstance(key, str):
         return f".{key}"
-    if isinstance(key, int | float | tuple):
+    if isinstance(key, int | float):
         return f"[{key!r}]"
     return f"[{type(key).__name__} {index}]"
 
