@@ -72,6 +72,8 @@ def test_mtp_lives_on_the_last_stage_with_a_copy_of_the_embedding() -> None:
     assert names(found[-1]) == ["word_embeddings", "output_layer"]
     assert "mtp.layers.0" in [layer.name for layer in found[-1]]
     assert "mtp.layers.0" not in [layer.name for layer in found[0]]
+    (single,) = stages(model_of("glm-4.7-flash", mtp=1), Layout())
+    assert names(single) == ["word_embeddings", "output_layer"]
 
 
 def test_context_parallel_ranks_are_data_parallel_ranks() -> None:

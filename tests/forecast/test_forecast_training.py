@@ -13,7 +13,7 @@ from torpor.forecast.families import build_model
 from torpor.forecast.layout import Layout
 from torpor.forecast.optimizers import Kind, Optimizer
 from torpor.forecast.recipes import Format, Recipe
-from torpor.forecast.shapes import Model
+from torpor.forecast.shapes import Layer, Model, Weight
 from torpor.forecast.training import add_lora, freeze
 from torpor.kinds import Fate, Role
 
@@ -67,6 +67,15 @@ def test_muon_gives_whole_matrices_to_ranks(model: Model) -> None:
     assert max(masters) - min(masters) <= 4 * largest
 
 
+def test_muon_gives_the_largest_matrix_away_first() -> None:
+    weights = tuple(Weight(f"w{rows}", rows, 64) for rows in (1, 1, 1, 1, 4))
+    head = Layer("head", (Weight("output_layer", 2, 64, embedding=True),))
+    one = Model("drawn", "drawn", 64, False, Layer("embedding", ()), (Layer("decoder.layers.0", weights),), head)
+    account = forecast(one, Layout(gpus=2, vocab_multiple=1), optimizer=Optimizer(kind=Kind.MUON))
+    halves = {rank.bytes_of(Role.MOMENT) for rank in account.by_rank()}
+    assert halves == {4 * 4 * 64 + 8 * 64}
+
+
 def test_remainders_make_the_parameter_part_of_the_master(model: Model) -> None:
     aware = plan(model, kind=Kind.PRECISION_AWARE_ADAM)
     assert fates(aware, Role.PARAM) == {Fate.MOVED}
@@ -113,6 +122,11 @@ def test_frozen_weights_have_no_gradient_no_state_and_stay_in_the_store(model: M
     assert account.restored_bytes - account.copied_bytes == clean[0].nbytes
     first = account.with_options(Options(keep_unchanged=False))
     assert first.copied_bytes - account.copied_bytes == clean[0].nbytes
+
+
+def test_frozen_quantized_parameters_stay_in_the_store_too(model: Model) -> None:
+    recipe = Recipe(format=Format.FP8_BLOCKWISE, primary_weights=True)
+    assert fates(forecast(freeze(model, ["*"]), recipe=recipe), Role.PARAM) == {Fate.CLEAN}
 
 
 def test_frozen_weights_are_cached_like_any_other(model: Model) -> None:
