@@ -41,9 +41,7 @@ def test_errs_no_more_than_the_plain_way(dtype: torch.dtype, chunk_tokens: int) 
     hidden, weight, target, grad = _inputs(dtype)
     truth = _with_grads(_plain, hidden.double(), weight.double(), target, grad, temperature=0.7)
     plain = _with_grads(_plain, hidden, weight, target, grad, temperature=0.7)
-    chunked = _with_grads(
-        token_statistics, hidden, weight, target, grad, temperature=0.7, chunk_tokens=chunk_tokens
-    )
+    chunked = _with_grads(token_statistics, hidden, weight, target, grad, temperature=0.7, chunk_tokens=chunk_tokens)
     for name, exact, reference, ours in zip(
         ("log_prob", "entropy", "grad_hidden", "grad_weight"), truth, plain, chunked, strict=True
     ):

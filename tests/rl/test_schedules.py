@@ -16,9 +16,7 @@ from torpor.rl.schedules import learning_rate_factor
     ],
 )
 def test_warms_up_and_decays(name, expected) -> None:  # type: ignore[no-untyped-def]
-    factors = [
-        learning_rate_factor(name, step, total_steps=7, warmup_steps=2, final_factor=0.1) for step in range(7)
-    ]
+    factors = [learning_rate_factor(name, step, total_steps=7, warmup_steps=2, final_factor=0.1) for step in range(7)]
     assert factors == pytest.approx(expected, abs=1e-6)
 
 

@@ -36,9 +36,7 @@ class RunConsole:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._run = self._bars.add_task(
-            "step", total=total_steps, completed=first_step, first=first_step, unit="steps"
-        )
+        self._run = self._bars.add_task("step", total=total_steps, completed=first_step, first=first_step, unit="steps")
         self._last_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -59,9 +57,13 @@ class RunConsole:
         self.say(line)
         self._bars.advance(self._run)
 
+    def refresh(self) -> None:
+        """Draw the bars now; a terminal's are drawn ten times a second anyway."""
+        self._bars.refresh()
+
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Counter]:
-        """A bar while the block runs, if it is known to take long: `total` counted units, or last time's pace."""
+        """A bar while the block runs, unless it was short last time: over `total` units, or at last time's pace."""
         start = time.perf_counter()
         expected_s = self._last_s.get(name)
         task = self._bars.add_task(
@@ -127,35 +129,42 @@ def _clock(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
+_PHASES = {
+    "weights": ("update_weights", "engine_wake"),
+    "evaluate": ("evaluate",),
+    "generate": ("generate", "engine_sleep"),
+    "wake": ("actor_wake",),
+    "train": ("train",),
+    "sleep": ("actor_sleep",),
+    "save": ("checkpoint",),
+}
+_FATES = ("moved", "clean", "dropped", "freed")
+
+
 def step_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
     """One line for one step, from its metrics.
 
-    Example: `step   3/40  reward 0.531  loss +0.0124  1843 tokens  7.91 s (generate 3.10, train 3.92, ...)
-    moved 1.503 clean 0.501 dropped 0.000 freed 2.004 GiB`.
+    Example: `step   3/40  reward 0.531  loss +0.0124  1843 tokens  7.91 s: weights 0.31 generate 3.10 wake 0.21
+    train 3.92 sleep 0.37  GiB: moved 1.503 clean 0.501 dropped 0 freed 2.004`.
     """
     parts = [
         f"step {step + 1:>3}/{total_steps}",
         f"reward {values['reward/mean']:.3f}",
         f"loss {values['policy/loss']:+.4f}",
         f"{values['rollout/tokens']:.0f} tokens",
-        f"{values['time/step_s']:.2f} s ({_phases(values)})",
-        _bytes(values),
+        f"{values['time/step_s']:.2f} s: {_seconds(values)}",
     ]
+    if "bytes/freed" in values:
+        parts.append("GiB: " + " ".join(f"{fate} {_gib(values[f'bytes/{fate}'])}" for fate in _FATES))
     if "eval/reward" in values:
         parts.append(f"held-out {values['eval/reward']:.3f}")
-    return "  ".join(part for part in parts if part)
+    return "  ".join(parts)
 
 
-def _phases(values: Mapping[str, float]) -> str:
-    phases = {
-        key.removeprefix("time/").removesuffix("_s").replace("_", " "): seconds
-        for key, seconds in values.items()
-        if key.startswith("time/") and key != "time/step_s"
-    }
-    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005)
+def _seconds(values: Mapping[str, float]) -> str:
+    sums = {name: sum(values.get(f"time/{phase}_s", 0.0) for phase in phases) for name, phases in _PHASES.items()}
+    return " ".join(f"{name} {seconds:.2f}" for name, seconds in sums.items() if seconds >= 0.005)
 
 
-def _bytes(values: Mapping[str, float]) -> str:
-    names = [name for name in ("moved", "clean", "dropped", "freed") if f"bytes/{name}" in values]
-    shown = " ".join(f"{name} {values[f'bytes/{name}'] / GIB:.3f}" for name in names)
-    return f"{shown} GiB" if shown else ""
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.3f}" if nbytes else "0"

@@ -13,9 +13,8 @@ from torpor.report.console import Counter, RunConsole, step_line
 from torpor.report.jsonl import JsonlFile
 from torpor.report.memory import MemorySampler, resident_bytes
 from torpor.report.metrics import Max, Metrics, Sum
-from torpor.report.plots import draw
 from torpor.report.rundir import RunDirectory
-from torpor.report.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
+from torpor.report.sinks import JsonlSink, PlotSink, Sink, Sinks, TensorBoardSink
 
 if TYPE_CHECKING:
     from torpor.ledger import Ledger
@@ -53,8 +52,7 @@ class Recorder:
         self.metrics = Metrics()
         self.console = RunConsole(total_steps, first_step)
         self._total_steps = total_steps
-        self._plot_interval_steps = plot_interval_steps
-        sinks: list[Sink] = [JsonlSink(run.metrics)]
+        sinks: list[Sink] = [JsonlSink(run.metrics), PlotSink(run, plot_interval_steps)]
         if tensorboard:
             sinks.append(TensorBoardSink(run.tensorboard))
         self._sinks = Sinks(sinks, warn=lambda message: self.console.say(f"warning: {message}"))
@@ -74,7 +72,6 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit.close()
-        draw(self.run)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -86,8 +83,6 @@ class Recorder:
         self.metrics.record("time/step_s", Sum(time.perf_counter() - start))
         values = self._flush()
         self.console.step_done(step_line(step, self._total_steps, values))
-        if self._plot_interval_steps and (step + 1) % self._plot_interval_steps == 0:
-            draw(self.run)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Counter]:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torpor.errors import UnsupportedError
 from torpor.report.jsonl import JsonlFile
+from torpor.report.plots import draw
+from torpor.report.rundir import RunDirectory
 
 
 class Sink(Protocol):
@@ -54,6 +56,20 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class PlotSink:
+    """Draws the plots every so many steps (0: never), and at the end."""
+
+    def __init__(self, run: RunDirectory, interval_steps: int) -> None:
+        self._run, self._interval_steps = run, interval_steps
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._interval_steps and (step + 1) % self._interval_steps == 0:
+            draw(self._run)
+
+    def close(self) -> None:
+        draw(self._run)
 
 
 def warn_on_stderr(message: str) -> None:

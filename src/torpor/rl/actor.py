@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from torpor.errors import StateError
+from torpor.errors import StateError, UsageError
 from torpor.report.metrics import Last, Max, Mean, Metrics, Sum
 from torpor.rl import checkpoint
 from torpor.rl.batch import Batch, RolloutGroup, microbatches
@@ -64,7 +64,8 @@ class Actor:
         total_updates: optimizer steps of the whole run, for the schedule.
         on_ledger: called with the ledger of every sleep and wake.
         offload: False: `sleep` does nothing.
-        store, store_dir, verify: see `Sleeper`.
+        lazy_wake: the optimizer's state comes back behind the forward and backward passes.
+        store, store_dir, verify, report_leftovers: see `Sleeper`.
     """
 
     def __init__(
@@ -80,24 +81,33 @@ class Actor:
         total_updates: int,
         on_ledger: Callable[[Ledger], None] = lambda _: None,
         offload: bool = True,
+        lazy_wake: bool = True,
         store: str | Store = "file",
         store_dir: Path | None = None,
         verify: bool = True,
+        report_leftovers: bool = False,
     ) -> None:
-        self._model = model.train()
+        self.model = model.train()
         self._algorithm, self._optimizer_config, self._trainer = algorithm, optimizer, trainer
         self._max_answer_tokens, self._total_updates = max_answer_tokens, total_updates
-        self._on_ledger, self._offload = on_ledger, offload
+        self._on_ledger, self._offload, self._lazy_wake = on_ledger, offload, lazy_wake
+        self._is_awake = True
         self.optimizer = build_optimizer(optimizer, model.parameters())
         self._score = Scorer(model, temperature, trainer.logit_chunk_tokens)
         self._score_reference = (
-            Scorer(reference.eval().requires_grad_(False), temperature, trainer.logit_chunk_tokens)
+            Scorer(reference.train(False).requires_grad_(False), temperature, trainer.logit_chunk_tokens)
             if reference is not None
             else None
         )
         extra = {"reference": dict(reference.named_parameters())} if reference is not None else None
         self.sleeper = Sleeper(
-            model, optimizer=self.optimizer, extra=extra, store=store, store_dir=store_dir, verify=verify
+            model,
+            optimizer=self.optimizer,
+            extra=extra,
+            store=store,
+            store_dir=store_dir,
+            verify=verify,
+            report_leftovers=report_leftovers,
         )
         self._weight_names = frozenset(name for name, _ in model.named_parameters())
         self.weight_version = 0
@@ -109,17 +119,27 @@ class Actor:
 
     @property
     def is_asleep(self) -> bool:
-        return self.sleeper.is_asleep
+        """Whether `train` would have to wake it."""
+        return not self._is_awake
 
     def sleep(self) -> None:
         """Free the actor's memory. Idempotent; nothing with `offload=False`."""
         if self._offload:
+            self._finish_waking()
             self._on_ledger(self.sleeper.sleep())
+            self._is_awake = False
 
     def wake_up(self) -> None:
-        """Bring everything back. Idempotent."""
-        if self.sleeper.is_asleep:
-            self._on_ledger(self.sleeper.wake())
+        """Bring everything back; with `lazy_wake` the optimizer's state follows behind the first pass. Idempotent."""
+        if not self._is_awake:
+            self._on_ledger(self.sleeper.wake(lazy=self._lazy_wake))
+            self._is_awake = True
+
+    def _finish_waking(self) -> None:
+        """What a lazy wake left for later is here when this returns."""
+        ledger = self.sleeper.finish()
+        if ledger is not None:
+            self._on_ledger(ledger)
 
     def close(self) -> None:
         """Wake, and give the store back. Idempotent."""
@@ -152,7 +172,7 @@ class Actor:
     def save(self, directory: Path) -> None:
         """Write model, optimizer and random state into `directory`, asleep or awake. Wakes nothing."""
         model = self.sleeper.state_dict()
-        untied = _first_names(self._model)
+        untied = _first_names(self.model)
         checkpoint.write_tensors(
             directory / "model.safetensors", {name: model[name] for name in model if name in untied}
         )
@@ -170,15 +190,18 @@ class Actor:
         """Take everything that `save` wrote, to the bit.
 
         Raises:
-            RuntimeError: the checkpoint is of another model.
+            UsageError: the checkpoint is of another model.
         """
         self.wake_up()
+        self._finish_waking()
         state = checkpoint.read_json(directory / "state.json")
         weights = checkpoint.read_tensors(directory / "model.safetensors")
-        tied = self._model.state_dict().keys() - _first_names(self._model)
-        missing, unexpected = self._model.load_state_dict(weights, strict=False)
+        tied = self.model.state_dict().keys() - _first_names(self.model)
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
         if set(missing) != tied or unexpected:
-            raise RuntimeError(f"{directory} is of another model: missing {missing}, unexpected {unexpected}")
+            raise UsageError(
+                f"{directory} is of another model: missing {sorted(set(missing) - tied)}, unexpected {unexpected}"
+            )
         tensors = checkpoint.read_tensors(directory / "optimizer.safetensors")
         torch.set_rng_state(tensors.pop("random_state"))
         self.optimizer.load_state_dict(checkpoint.join_optimizer_state(tensors, state["optimizer"]))
@@ -211,9 +234,7 @@ class Actor:
         scored = [_Scored(group, group.rollout_log_prob_T()) for group in groups]
         if self._algorithm.old_log_probs == "actor":
             scored = [
-                replace(
-                    item, old_log_prob_T=ours_T, importance_T=self._importance(ours_T, item.old_log_prob_T)
-                )
+                replace(item, old_log_prob_T=ours_T, importance_T=self._importance(ours_T, item.old_log_prob_T))
                 for item, ours_T in zip(scored, self._log_probs(self._score, groups), strict=True)
             ]
         if self._score_reference is not None:
@@ -240,9 +261,7 @@ class Actor:
     def _update(self, scored: Sequence[_Scored], metrics: Metrics, progress: Progress) -> None:
         """One optimizer step; the loss is normalised over all of `scored`, however it is split."""
         lengths = [length for item in scored for length in item.group.lengths]
-        weights = iter(
-            sequence_weights(lengths, self._algorithm.length_normalization, self._max_answer_tokens)
-        )
+        weights = iter(sequence_weights(lengths, self._algorithm.length_normalization, self._max_answer_tokens))
         answer_weights = [[next(weights) for _ in item.group.lengths] for item in scored]
         loss = 0.0
         for run in self._microbatches([item.group for item in scored]):
@@ -252,9 +271,7 @@ class Actor:
         metrics.record("train/tokens", Sum(sum(lengths)))
         self._step(metrics)
 
-    def _accumulate(
-        self, scored: Sequence[_Scored], answer_weights: Sequence[list[float]], metrics: Metrics
-    ) -> float:
+    def _accumulate(self, scored: Sequence[_Scored], answer_weights: Sequence[list[float]], metrics: Metrics) -> float:
         """Forward and backward of one microbatch; its share of the loss."""
         algorithm = self._algorithm
         losses = []
@@ -283,6 +300,7 @@ class Actor:
         return loss.item()
 
     def _step(self, metrics: Metrics) -> None:
+        self._finish_waking()
         config = self._optimizer_config
         factor = learning_rate_factor(
             config.schedule,
@@ -293,7 +311,7 @@ class Actor:
         )
         set_learning_rate(self.optimizer, factor * config.learning_rate)
         limit = float("inf") if config.max_grad_norm is None else config.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), limit, error_if_nonfinite=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_updates += 1

@@ -41,9 +41,7 @@ class RolloutGroup:
 
     def rollout_log_prob_T(self) -> Tensor:
         """What the engine said it sampled with, in nats: fp32, shape `[T]`."""
-        return torch.tensor(
-            [value for answer in self.rollout_log_probs for value in answer], dtype=torch.float32
-        )
+        return torch.tensor([value for answer in self.rollout_log_probs for value in answer], dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,7 @@ class Batch:
         return sum(sum(group.lengths) for group in self.groups)
 
 
-def make_batch(
-    rollouts: Sequence[Rollout], rewards: Sequence[float], group_size: int, *, normalize_std: bool
-) -> Batch:
+def make_batch(rollouts: Sequence[Rollout], rewards: Sequence[float], group_size: int, *, normalize_std: bool) -> Batch:
     """Groups of `group_size` neighbouring rollouts, with advantages.
 
     Raises:

@@ -7,7 +7,7 @@ import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -92,9 +92,7 @@ def build_task(config: cfg.Task, seed: int) -> Task:
     """
     match config:
         case cfg.StringTask():
-            return StringTask(
-                config.operation, min_length=config.min_length, max_length=config.max_length, seed=seed
-            )
+            return StringTask(config.operation, min_length=config.min_length, max_length=config.max_length, seed=seed)
         case cfg.ReasoningGymTask():
             return ReasoningGymTask(
                 config.dataset,
@@ -104,9 +102,7 @@ def build_task(config: cfg.Task, seed: int) -> Task:
                 seed=seed,
             )
         case cfg.JsonlTask():
-            return JsonlTask(
-                config.path, config.reward, stop=config.stop, eval_share=config.eval_share, seed=seed
-            )
+            return JsonlTask(config.path, config.reward, stop=config.stop, eval_share=config.eval_share, seed=seed)
 
 
 def build_model(config: cfg.RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
@@ -120,15 +116,13 @@ def build_model(config: cfg.RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
         case cfg.TinyModel():
             alphabet = StringTask.alphabet if isinstance(config.task, cfg.StringTask) else string.printable
             tokenizer = char_tokenizer(alphabet)
-            policy = tiny_model(
-                len(tokenizer), model.hidden_size, model.num_layers, model.num_heads, seed=config.seed
-            )
-            return policy, tokenizer
+            policy = tiny_model(len(tokenizer), model.hidden_size, model.num_layers, model.num_heads, seed=config.seed)
+            return policy, cast(Tokenizer, tokenizer)
         case cfg.SmolLM2Model():
             directory = smollm2_directory()
         case cfg.PretrainedModel():
             directory = model.path
-    return load_model(directory), load_tokenizer(directory)
+    return load_model(directory), cast(Tokenizer, load_tokenizer(directory))
 
 
 def _recorder(config: cfg.RunConfig, run: RunDirectory, first_step: int) -> Recorder:
@@ -155,9 +149,7 @@ def _warm_start(
     recorder.console.say(f"warm start: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 
-def _build_actor(
-    config: cfg.RunConfig, model: PreTrainedModel, recorder: Recorder, run: RunDirectory
-) -> Actor:
+def _build_actor(config: cfg.RunConfig, model: PreTrainedModel, recorder: Recorder, run: RunDirectory) -> Actor:
     algorithm, memory = config.algorithm, config.memory
     on_disk = memory.offload_train_target == "disk"
     return Actor(
@@ -174,14 +166,14 @@ def _build_actor(
         store="file" if on_disk else "pageable",
         store_dir=(memory.offload_train_disk_dir or run.store) if on_disk else None,
         verify=memory.verify,
+        lazy_wake=memory.lazy_wake,
+        report_leftovers=memory.report_leftovers,
     )
 
 
 def _build_engine(config: cfg.RunConfig, model: PreTrainedModel) -> EmbeddedEngine:
     """An engine with memory of its own, asleep if it may be; its weights come with the first update."""
-    engine = EmbeddedEngine(
-        copy.deepcopy(model), kv_cache_bytes=config.rollout.kv_cache_mib * MIB, weight_version=None
-    )
+    engine = EmbeddedEngine(copy.deepcopy(model), kv_cache_bytes=config.rollout.kv_cache_mib * MIB, weight_version=None)
     if config.memory.offload_rollout:
         engine.sleep()
     return engine

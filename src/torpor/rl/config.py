@@ -72,15 +72,6 @@ class StringTask(Section):
     max_length: Positive = 6
     """Characters of the longest string."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min_length > self.max_length:
-            raise ValueError(
-                f"task.min_length = {self.min_length} and task.max_length = {self.max_length} clash: "
-                "the shortest string is longer than the longest"
-            )
-        return self
-
 
 class ReasoningGymTask(Section):
     """A data set of reasoning-gym, scored by its own checker."""
@@ -222,15 +213,10 @@ class MemoryConfig(Section):
     """Directory of the store's file, on a node-local disk; none: inside the run directory."""
     verify: bool = True
     """Compare a fingerprint of every storage at each wake."""
-
-    @model_validator(mode="after")
-    def _used(self) -> Self:
-        if self.offload_train_disk_dir is not None and self.offload_train_target != "disk":
-            raise ValueError(
-                f"offload_train_disk_dir = {self.offload_train_disk_dir} and offload_train_target = "
-                f"{self.offload_train_target} clash: a directory is used with target disk only"
-            )
-        return self
+    lazy_wake: bool = True
+    """Start to train when the parameters are back; the optimizer's state follows behind the first passes."""
+    report_leftovers: bool = False
+    """Name in each ledger what stays in memory and is not the actor's; looks at every Python object."""
 
 
 class ReportConfig(Section):
@@ -286,22 +272,46 @@ class RunConfig(Section):
 
 
 def find_clashes(config: RunConfig) -> Iterator[str]:
-    """Options of different sections that cannot go together, in words that name both."""
-    algorithm, prompts = config.algorithm, config.rollout.prompts_per_step
+    """Options that cannot go together, in words that name both."""
+    yield from _task_clashes(config.task)
+    yield from _algorithm_clashes(config.algorithm, config.rollout.prompts_per_step)
+    yield from _memory_clashes(config.memory)
+    if config.resume and config.run_dir is None:
+        yield "resume = true and run_dir = none clash: name the directory of the run to go on with"
+
+
+def _task_clashes(task: Task) -> Iterator[str]:
+    if isinstance(task, StringTask) and task.min_length > task.max_length:
+        yield (
+            f"task.min_length = {task.min_length} and task.max_length = {task.max_length} clash: "
+            "the shortest string is longer than the longest"
+        )
+
+
+def _algorithm_clashes(algorithm: AlgorithmConfig, prompts_per_step: int) -> Iterator[str]:
     if algorithm.importance_cap is not None and algorithm.old_log_probs == "rollout":
         yield (
             f"algorithm.importance_cap = {algorithm.importance_cap} and algorithm.old_log_probs = rollout clash: "
             "the ratio is taken to the rollout already; set old_log_probs = actor"
         )
-    if prompts % algorithm.updates_per_rollout:
+    if prompts_per_step % algorithm.updates_per_rollout:
         yield (
-            f"rollout.prompts_per_step = {prompts} and algorithm.updates_per_rollout = "
+            f"rollout.prompts_per_step = {prompts_per_step} and algorithm.updates_per_rollout = "
             f"{algorithm.updates_per_rollout} clash: the groups cannot be dealt out evenly"
         )
-    if config.resume and config.run_dir is None:
-        yield "resume = true and run_dir = none clash: name the directory of the run to go on with"
-    if not config.memory.offload_train and config.memory.offload_train_disk_dir is not None:
+
+
+def _memory_clashes(memory: MemoryConfig) -> Iterator[str]:
+    directory = memory.offload_train_disk_dir
+    if directory is None:
+        return
+    if not memory.offload_train:
         yield (
-            f"offload_train = false and offload_train_disk_dir = {config.memory.offload_train_disk_dir} clash: "
+            f"offload_train = false and offload_train_disk_dir = {directory} clash: "
             "an actor that never sleeps has no store"
+        )
+    if memory.offload_train_target != "disk":
+        yield (
+            f"offload_train_disk_dir = {directory} and offload_train_target = {memory.offload_train_target} "
+            "clash: a directory is used with target disk only"
         )

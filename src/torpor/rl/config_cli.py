@@ -17,9 +17,7 @@ from torpor.rl.config import RunConfig
 
 PROGRAM = "torpor train CONFIG"
 
-RESUMABLE_CHANGES = frozenset(
-    {"name", "run_dir", "resume", "steps", "checkpoint", "memory", "report", "threads"}
-)
+RESUMABLE_CHANGES = frozenset({"name", "run_dir", "resume", "steps", "checkpoint", "memory", "report", "threads"})
 """Top-level keys that a resumed run may set differently: they do not touch what was computed so far."""
 
 
@@ -33,9 +31,7 @@ def parse_run_config(path: Path | None, flags: Sequence[str] = ()) -> RunConfig:
         SystemExit: the same in `flags`; tyro has printed why.
     """
     default = RunConfig() if path is None else load_config(path)
-    return tyro.cli(
-        RunConfig, default=default, args=list(flags), prog=PROGRAM, config=(tyro.conf.AvoidSubcommands,)
-    )
+    return tyro.cli(RunConfig, default=default, args=list(flags), prog=PROGRAM, config=(tyro.conf.AvoidSubcommands,))
 
 
 def load_config(path: Path) -> RunConfig:
@@ -94,11 +90,7 @@ def _explain(location: tuple[int | str, ...], problem: Mapping[str, Any]) -> str
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(key)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    return (
-        f"{key} = {problem['input']!r}: {message}"
-        if location and problem["type"] != "value_error"
-        else message
-    )
+    return f"{key} = {problem['input']!r}: {message}" if location and problem["type"] != "value_error" else message
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

@@ -45,6 +45,7 @@ def run_loop(job: Job) -> None:
     """All steps, with an evaluation after the last. Step `s` sees the same questions and random numbers in
     every run with the same seed, resumed or not."""
     fall_asleep(job)
+    job.recorder.summary(job.first_step)
     for step in range(job.first_step, job.config.steps):
         with job.recorder.step(step):
             wake_engine(job)
@@ -61,9 +62,7 @@ def run_loop(job: Job) -> None:
         evaluate(job)
         sleep_engine(job)
         values = job.recorder.summary(job.config.steps)
-        job.recorder.console.say(
-            f"held-out reward after {job.config.steps} steps: {values['eval/reward']:.3f}"
-        )
+        job.recorder.console.say(f"held-out reward after {job.config.steps} steps: {values['eval/reward']:.3f}")
 
 
 def wake_engine(job: Job) -> None:
@@ -111,9 +110,7 @@ def roll_out(job: Job, step: int) -> Batch:
         )
     rewards = [_reward(job, questions[rollout.prompt_index], rollout) for rollout in rollouts]
     _record_rollouts(job, questions, rollouts, rewards)
-    return make_batch(
-        rollouts, rewards, config.rollout.group_size, normalize_std=config.algorithm.normalize_std
-    )
+    return make_batch(rollouts, rewards, config.rollout.group_size, normalize_std=config.algorithm.normalize_std)
 
 
 def learn(job: Job, batch: Batch) -> None:
@@ -136,9 +133,7 @@ def evaluate(job: Job) -> None:
 def save_if_due(job: Job, steps_done: int) -> None:
     """A checkpoint every so many steps and after the last."""
     config = job.config.checkpoint
-    if config.interval_steps and (
-        is_due(steps_done, config.interval_steps) or steps_done == job.config.steps
-    ):
+    if config.interval_steps and (is_due(steps_done, config.interval_steps) or steps_done == job.config.steps):
         with job.recorder.phase("checkpoint"):
             save_checkpoint(job.recorder.run.checkpoints, steps_done, job.actor.save, keep=config.keep)
 
@@ -148,9 +143,7 @@ def is_due(step: int, interval_steps: int) -> bool:
     return interval_steps > 0 and step % interval_steps == 0
 
 
-def sampling(
-    job: Job, *, num_samples: int = 1, temperature: float | None = None, seed: int = 0
-) -> SamplingParams:
+def sampling(job: Job, *, num_samples: int = 1, temperature: float | None = None, seed: int = 0) -> SamplingParams:
     """Sampling parameters of the run; `temperature` None is that of its rollouts."""
     rollout = job.config.rollout
     return SamplingParams(

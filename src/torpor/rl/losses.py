@@ -76,9 +76,7 @@ class _TokenStatistics(torch.autograd.Function):
         hidden_TD, weight_VD, target_T, log_sum_T = ctx.saved_tensors
         scale_T = grads[0] / ctx.temperature
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        grad_weight_VD = (
-            torch.zeros_like(weight_VD, dtype=log_sum_T.dtype) if ctx.needs_input_grad[1] else None
-        )
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=log_sum_T.dtype) if ctx.needs_input_grad[1] else None
         for chunk in _chunks(len(target_T), ctx.chunk_tokens):
             logits_CV = _scaled_logits(hidden_TD[chunk], weight_VD, ctx.temperature)
             grad_CV = logits_CV.sub_(log_sum_T[chunk, None]).exp_().mul_(-scale_T[chunk, None])
@@ -102,9 +100,7 @@ def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> 
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).div_(temperature)
 
 
-def sequence_weights(
-    length_S: Sequence[int], normalization: LengthNormalization, max_tokens: int
-) -> list[float]:
+def sequence_weights(length_S: Sequence[int], normalization: LengthNormalization, max_tokens: int) -> list[float]:
     """The weight of each token of each sequence, so that a batch's loss is the sum of `weight * token loss`.
 
     `token`: every token counts the same (the DAPO paper, arXiv:2503.14476). `sequence`: every sequence counts

@@ -34,12 +34,12 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter]) ->
 
 def _adamw_8bit(config: OptimizerConfig, parameters: list[Parameter]) -> torch.optim.Optimizer:
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
         raise UnsupportedError(
             "optimizer.name = adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
         ) from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(
+    optimizer: torch.optim.Optimizer = AdamW8bit(  # type: ignore[no-untyped-call]
         parameters, config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
     )
     return optimizer

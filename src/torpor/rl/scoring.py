@@ -6,8 +6,9 @@ Letters: `T` answer tokens of one group, `N` answer tokens of all groups of a pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from torpor.rl.losses import token_statistics
@@ -33,7 +34,7 @@ class Scorer:
             UnsupportedError: the model's attention takes no mask of its own.
         """
         packed = pack(groups, self._model.device)
-        head = self._model.get_output_embeddings()
+        head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
         log_prob_N, entropy_N = token_statistics(
             predicting_hidden(self._model, packed),
             head.weight,
@@ -42,4 +43,4 @@ class Scorer:
             chunk_tokens=self._logit_chunk_tokens,
         )
         lengths = [sum(map(len, group.completions)) for group in groups]
-        return list(zip(log_prob_N.split(lengths), entropy_N.split(lengths), strict=True))
+        return list(zip(torch.split(log_prob_N, lengths), torch.split(entropy_N, lengths), strict=True))

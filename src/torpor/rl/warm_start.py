@@ -52,9 +52,7 @@ def warm_start(
             share = -torch.cat([log_prob_T for log_prob_T, _ in score(groups[run])]).sum() / num_tokens
             share.backward()  # type: ignore[no-untyped-call]
             loss += share.item()
-        factor = learning_rate_factor(
-            "cosine", step, total_steps=config.steps, warmup_steps=config.steps // 20
-        )
+        factor = learning_rate_factor("cosine", step, total_steps=config.steps, warmup_steps=config.steps // 20)
         set_learning_rate(optimizer, factor * config.learning_rate)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()

@@ -1,0 +1,61 @@
+"""A job that is small enough for tests: a tiny model, the reverse task, a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torpor.report.jsonl import read_jsonl
+from torpor.rl.build import open_job
+from torpor.rl.config import RunConfig
+from torpor.rl.config_cli import config_from_mapping
+from torpor.rl.loop import run_loop
+
+SMALL: dict[str, Any] = {
+    "steps": 3,
+    "model": {"kind": "tiny", "hidden_size": 64, "num_layers": 2},
+    "task": {"kind": "string", "min_length": 2, "max_length": 4},
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 5, "kv_cache_mib": 8},
+    "optimizer": {"learning_rate": 1e-3},
+    "evaluation": {"interval_steps": 0, "num_questions": 4},
+    "report": {"plot_interval_steps": 0},
+}
+
+
+def small_config(run_dir: Path, **changes: Any) -> RunConfig:
+    """`SMALL` with `run_dir` and `changes`; a change that is a table is merged into its section."""
+    raw: dict[str, Any] = {**SMALL, "run_dir": run_dir}
+    for key, value in changes.items():
+        raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
+    return config_from_mapping(raw, "test")
+
+
+def run(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Run a job; its metrics without the clock's, and the model and optimizer tensors at the end."""
+    with open_job(config) as job:
+        run_loop(job)
+        state = dict(job.actor.sleeper.state_dict())
+        moments = job.actor.sleeper.optimizer_state_dict()["state"]
+        tensors = {name: tensor.clone() for name, tensor in state.items()}
+        for index, values in moments.items():
+            tensors |= {f"{index}.{name}": torch.as_tensor(value).clone() for name, value in values.items()}
+    return learning_curve(job.recorder.run.metrics), tensors
+
+
+def learning_curve(metrics: Path) -> list[dict[str, Any]]:
+    """The metrics of each step that must not depend on who slept."""
+    varying = ("time/", "bytes/", "memory/")
+    return [
+        {key: value for key, value in record.items() if not key.startswith(varying)}
+        for record in read_jsonl(metrics)
+        if "policy/loss" in record
+    ]
+
+
+def assert_same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Equal names, equal bits."""
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different

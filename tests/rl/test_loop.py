@@ -1,0 +1,154 @@
+"""The colocated loop for real: a tiny model, an embedded engine, a sleeping actor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_jobs import assert_same_tensors, run, small_config
+
+from torpor.report.jsonl import read_jsonl
+from torpor.rl.build import open_job
+from torpor.rl.loop import (
+    evaluate,
+    fall_asleep,
+    is_due,
+    learn,
+    roll_out,
+    run_loop,
+    save_if_due,
+    sleep_engine,
+    wake_engine,
+)
+
+
+def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
+    awake_curve, awake = run(small_config(tmp_path / "awake", memory={"offload_train": False}))
+    asleep_curve, asleep = run(small_config(tmp_path / "asleep"))
+    assert len(awake_curve) == 3
+    assert awake_curve == asleep_curve
+    assert_same_tensors(awake, asleep)
+    assert not read_jsonl(tmp_path / "awake" / "ledgers.jsonl")
+    assert read_jsonl(tmp_path / "asleep" / "ledgers.jsonl")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory": {"offload_train_target": "cpu"}},
+        {"memory": {"offload_rollout": False, "lazy_wake": False}},
+        {"optimizer": {"name": "sgd"}},
+        {"algorithm": {"kl_coefficient": 0.1, "old_log_probs": "actor", "importance_cap": 2.0}},
+        {"algorithm": {"updates_per_rollout": 2, "epochs_per_rollout": 2, "length_normalization": "constant"}},
+    ],
+    ids=lambda changes: next(iter(next(iter(changes.values())))),
+)
+def test_every_choice_sleeps_bit_for_bit(tmp_path: Path, changes: dict[str, dict[str, object]]) -> None:
+    awake_memory = {**changes.get("memory", {}), "offload_train": False}
+    awake_curve, awake = run(small_config(tmp_path / "awake", **{**changes, "memory": awake_memory}, steps=2))
+    asleep_curve, asleep = run(small_config(tmp_path / "asleep", **changes, steps=2))
+    assert awake_curve == asleep_curve
+    assert_same_tensors(awake, asleep)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_resumes_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+    options = {
+        "optimizer": {"name": optimizer, "schedule": "linear"},
+        "warm_start": {"steps": 2, "batch_size": 4},
+        "checkpoint": {"interval_steps": 2},
+    }
+    whole_curve, whole = run(small_config(tmp_path / "whole", steps=4, **options))
+    with open_job(small_config(tmp_path / "parts", steps=4, **options)) as job:
+        fall_asleep(job)
+        for step in range(3):  # one step more than the checkpoint has: it must be done again
+            with job.recorder.step(step):
+                wake_engine(job)
+                batch = roll_out(job, step)
+                sleep_engine(job)
+                learn(job, batch)
+                fall_asleep(job)
+            if step == 1:
+                save_if_due(job, step + 1)
+    torch.rand(3)  # a new process has another random state
+    parts_curve, parts = run(small_config(tmp_path / "parts", steps=4, resume=True, **options))
+    assert [record["step"] for record in parts_curve] == [0, 1, 2, 2, 3]
+    assert parts_curve[:3] == whole_curve[:3]
+    assert parts_curve[3:] == whole_curve[2:]
+    assert_same_tensors(whole, parts)
+
+
+class Event:
+    """Records the order in which a step touches actor and engine."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def spy(self, owner: object, method: str, label: str) -> None:
+        original = getattr(owner, method)
+
+        def recorded(*args: object, **options: object) -> object:
+            tags = "".join(map(str, args[0])) if label == "engine.wake" else ""
+            self.names.append(f"{label}({tags})" if tags else label)
+            return original(*args, **options)
+
+        setattr(owner, method, recorded)
+
+
+def test_a_step_keeps_the_order(tmp_path: Path) -> None:
+    events = Event()
+    with open_job(small_config(tmp_path, steps=1)) as job:
+        for method in ("sleep", "wake_up", "update_weights", "train"):
+            events.spy(job.actor, method, f"actor.{method}")
+        for method in ("sleep", "wake", "generate"):
+            events.spy(job.engine, method, f"engine.{method}")
+        run_loop(job)
+    assert events.names == [
+        "actor.sleep",
+        "engine.wake(weights)",
+        "actor.update_weights",
+        "engine.wake(kv_cache)",
+        "engine.generate",
+        "engine.sleep",
+        "actor.wake_up",
+        "actor.train",
+        "actor.wake_up",
+        "actor.sleep",
+    ]
+
+
+def test_only_one_of_the_two_is_awake(tmp_path: Path) -> None:
+    run(small_config(tmp_path, evaluation={"interval_steps": 1}))
+    readings = read_jsonl(tmp_path / "memory.jsonl")
+    during = {
+        phase: {(r["actor_asleep"], r["engine_asleep"]) for r in readings if r["phase"] == phase}
+        for phase in ("generate", "evaluate", "train")
+    }
+    assert during == {"generate": {(True, False)}, "evaluate": {(True, False)}, "train": {(False, True)}}
+
+
+def test_greedy_evaluation_repeats_itself(tmp_path: Path) -> None:
+    with open_job(small_config(tmp_path)) as job:
+        wake_engine(job)
+        evaluate(job)
+        first = job.recorder.metrics.values()["eval/reward"]
+        evaluate(job)
+        assert job.recorder.metrics.values()["eval/reward"] == pytest.approx(first)
+
+
+def test_a_failing_step_leaves_no_store_behind(tmp_path: Path) -> None:
+    def fail() -> None:
+        with open_job(small_config(tmp_path)) as job:
+            fall_asleep(job)
+            assert list(tmp_path.glob("store/**/*.torpor"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not list(tmp_path.glob("store/**/*.torpor"))
+
+
+@pytest.mark.parametrize(("step", "interval", "due"), [(0, 0, False), (0, 3, True), (2, 3, False), (6, 3, True)])
+def test_is_due(step: int, interval: int, due: bool) -> None:
+    assert is_due(step, interval) is due
