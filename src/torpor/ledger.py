@@ -12,6 +12,10 @@ from torpor.errors import GIB
 from torpor.kinds import Fate, Role
 
 
+#: Lines of `table()` for tensors that stayed on the device; all of them are in `leftovers`.
+_MAX_LEFTOVERS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Storages of one component, role, fate and reason, added up.
@@ -154,11 +158,14 @@ class Ledger:
             yield f"rate: {self.bytes_per_s / 1e9:.2f} GB/s"
         if self.stages:
             yield "seconds: " + ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stages.items())
-        for left in self.leftovers:
+        for left in self.leftovers[:_MAX_LEFTOVERS]:
             yield (
                 f"left on {left.device}: {left.nbytes / GIB:.3f} GiB, {left.dtype} {list(left.shape)}, "
                 f"held by {left.holder}"
             )
+        if len(self.leftovers) > _MAX_LEFTOVERS:
+            rest = self.leftovers[_MAX_LEFTOVERS:]
+            yield f"and {len(rest)} more tensors left, {sum(left.nbytes for left in rest) / GIB:.3f} GiB"
 
 
 def _table(rows: Iterable[Row], kind: str) -> Iterator[str]:

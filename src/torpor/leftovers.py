@@ -13,7 +13,7 @@ from torpor.ledger import Leftover
 
 #: Smaller tensors are not worth a line.
 MIN_BYTES = 1024**2
-#: Finding a holder scans every object of the process once.
+#: Holders are looked for among the largest only.
 _MAX_NAMED = 8
 
 
@@ -28,14 +28,27 @@ def find_leftovers(known: Collection[int], device_types: Collection[str], min_by
     Only tensors with a Python object are seen: what C++ alone holds (saved activations) is not.
     """
     found: dict[int, torch.Tensor] = {}
-    for thing in gc.get_objects():
-        # `type(...)`, not `isinstance`: the latter asks proxies, and they answer for what they wrap
-        if issubclass(type(thing), torch.Tensor) and thing.device.type in device_types:
-            storage = _storage_of(thing)
+    kinds = _tensor_types()
+    # by type, not `isinstance`: that one asks proxies, which answer for what they wrap, and is slower
+    for tensor in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        if tensor.device.type in device_types:
+            storage = _storage_of(tensor)
             if storage is not None and storage.nbytes() >= min_bytes and storage._cdata not in known:
-                found.setdefault(storage._cdata, thing)
+                found.setdefault(storage._cdata, tensor)
     largest_first = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
-    return [_describe(tensor, found, named=i < _MAX_NAMED) for i, tensor in enumerate(largest_first)]
+    holders = _holders(largest_first[:_MAX_NAMED], found)
+    return [_describe(tensor, holders.get(id(tensor), "not looked for: too many")) for tensor in largest_first]
+
+
+def _tensor_types() -> set[type]:
+    """`torch.Tensor` and every subclass there is."""
+    kinds: set[type] = set()
+    new: list[type] = [torch.Tensor]
+    while new:
+        kind = new.pop()
+        kinds.add(kind)
+        new += [child for child in type.__subclasses__(kind) if child not in kinds]
+    return kinds
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -44,20 +57,27 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage()
 
 
-def _describe(tensor: torch.Tensor, found: dict[int, torch.Tensor], named: bool) -> Leftover:
+def _describe(tensor: torch.Tensor, holder: str) -> Leftover:
     return Leftover(
         nbytes=tensor.untyped_storage().nbytes(),
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
         device=str(tensor.device),
-        holder=_holder(tensor, found) if named else "not looked for: too many",
+        holder=holder,
     )
 
 
-def _holder(tensor: torch.Tensor, found: dict[int, torch.Tensor]) -> str:
-    words = [_in_words(referrer, tensor) for referrer in gc.get_referrers(tensor) if referrer is not found]
-    kinds = sorted({word for word in words if word})
-    return ", ".join(kinds[:4]) or "no Python object (a C++ holder)"
+def _holders(tensors: list[torch.Tensor], found: dict[int, torch.Tensor]) -> dict[int, str]:
+    """Who refers to each tensor, by its id; one scan for all of them, because a scan reads every Python object."""
+    words: dict[int, set[str]] = {id(tensor): set() for tensor in tensors}
+    for referrer in gc.get_referrers(*tensors) if tensors else ():
+        if referrer is not found and referrer is not tensors:
+            for referent in gc.get_referents(referrer):
+                if id(referent) in words:
+                    words[id(referent)].add(_in_words(referrer, referent))
+    return {
+        key: ", ".join(sorted(kinds - {""})[:4]) or "no Python object (a C++ holder)" for key, kinds in words.items()
+    }
 
 
 def _in_words(referrer: Any, tensor: torch.Tensor) -> str:

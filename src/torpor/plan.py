@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torpor.errors import GIB
 from torpor.inventory import Entry
@@ -46,6 +46,8 @@ class Plan:
     """One decision for each storage that the call may touch."""
 
     decisions: list[Decision]
+    known: set[int] = field(default_factory=set)
+    """`UntypedStorage._cdata` of everything in the inventory, in the call's reach or not."""
 
     def table(self) -> str:
         """The plan for a person. `moved` bytes turn `clean` where the store already holds the same bytes."""
@@ -112,7 +114,7 @@ def _refusal(entry: Entry, backend: MemoryBackend) -> str | None:
     return refusal
 
 
-def choose_bytes(plan: Plan, need_bytes: int) -> Plan:
+def choose_bytes(decisions: Sequence[Decision], need_bytes: int) -> list[Decision]:
     """As few bytes as free at least `need_bytes`: what costs no copy first, then copies, no larger than needed.
 
     Everything, if all of it together frees less.
@@ -120,7 +122,7 @@ def choose_bytes(plan: Plan, need_bytes: int) -> Plan:
     chosen: list[Decision] = []
     missing = need_bytes
     for without_a_copy in (True, False):
-        group = [d for d in plan.decisions if d.releasable_bytes and (d.fate in _WITHOUT_A_COPY) == without_a_copy]
+        group = [d for d in decisions if d.releasable_bytes and (d.fate in _WITHOUT_A_COPY) == without_a_copy]
         too_large: list[Decision] = []
         for decision in sorted(group, key=lambda d: -d.releasable_bytes):
             if 0 < missing < decision.releasable_bytes:
@@ -131,7 +133,7 @@ def choose_bytes(plan: Plan, need_bytes: int) -> Plan:
         if missing > 0 and too_large:
             chosen.append(too_large[-1])
             missing -= too_large[-1].releasable_bytes
-    return Plan(_without_surplus(chosen, -missing))
+    return _without_surplus(chosen, -missing)
 
 
 def _without_surplus(chosen: list[Decision], surplus_bytes: int) -> list[Decision]:

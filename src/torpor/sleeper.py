@@ -16,6 +16,7 @@ leftovers are removed by the next run.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -337,13 +338,12 @@ class Sleeper:
         on_freed: Callable[[int], None] = lambda _: None,
         only: Collection[int] | None = None,
     ) -> Ledger:
-        with self._lock:
+        with self._lock, _no_garbage_collection():
             self._require_open()
             watch = Stopwatch()
             ledger = self._open_ledger("sleep")
             with watch.stage("plan"):
                 plan = self._plan(names, need_bytes, only)
-                known = self._known_storages(plan)
             with watch.stage("drop"):
                 rows = drop_caches(plan.decisions)
             on_freed(sum(row.freed_bytes for row in rows))
@@ -355,6 +355,7 @@ class Sleeper:
             with watch.stage("account"):
                 self._close_ledger(ledger, [*rows, *(s.row() for s in sleepers)], watch)
                 if self._report_leftovers:
+                    known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
                     ledger.leftovers = find_leftovers(known, self._backends.keys())
             return ledger
 
@@ -378,7 +379,7 @@ class Sleeper:
         return [*sleepers, *staying]
 
     def _wake(self, sleepers: Sequence[Sleeping], wait_s: float) -> Ledger:
-        with self._lock:
+        with self._lock, _no_garbage_collection():
             self._require_open()
             watch = Stopwatch()
             ledger = self._open_ledger("wake")
@@ -411,6 +412,7 @@ class Sleeper:
             and (only is None or entry.storage._cdata in only)
         ]
         plan = decide(entries, self._backends, self._keep)
+        plan.known = asleep | {s._cdata for entry in inventory.entries for s in entry.storages}
         if need_bytes is None:
             return plan
         can_free = sum(d.releasable_bytes for d in plan.decisions)
@@ -419,15 +421,10 @@ class Sleeper:
                 f"need_bytes={need_bytes}: what is awake in {sorted(names) if names else 'all components'} frees "
                 f"at most {can_free} bytes; explain() lists it"
             )
-        return choose_bytes(plan, need_bytes)
+        return Plan(choose_bytes(plan.decisions, need_bytes), plan.known)
 
     def _inventory(self) -> Inventory:
         return take_inventory(self._actor, self._rules)
-
-    def _known_storages(self, plan: Plan) -> set[int]:
-        """Every storage in the account, asleep or awake, that a component knows."""
-        known = {s._cdata for entry in self._inventory().entries for s in entry.storages}
-        return known | self._asleep_keys() | {s._cdata for d in plan.decisions for s in d.entry.storages}
 
     def _adopt(self, sleepers: Sequence[Sleeping]) -> None:
         for sleeping in sleepers:
@@ -530,6 +527,18 @@ class Sleeper:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this sleeper was closed; make a new one")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Records of many storages at once make Python look for cycles again and again; it finds none among them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _drain(decisions: Sequence[Decision]) -> None:

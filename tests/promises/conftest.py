@@ -16,8 +16,8 @@ WIDTH = 128
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The contents of a tensor, any dtype or stride, NaN included."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    """The contents of a tensor, any dtype or stride, NaN included. `numpy()` sees a copy: it locks a storage's size."""
+    return tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class SmallActor:

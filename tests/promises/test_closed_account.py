@@ -17,11 +17,13 @@ MIB = 1024**2
 
 
 class BigActor:
-    """64 MiB of weights, with moments: large enough for the kernel's count to mean something."""
+    """32 MiB of weights, with moments: large enough for the kernel's count to mean something."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+        self.model = nn.Sequential(
+            *[nn.Linear(512, 1024, bias=False) if i % 2 else nn.Linear(1024, 512, bias=False) for i in range(16)]
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.model(torch.ones(2, 1024)).sum().backward()
         self.optimizer.step()
@@ -54,7 +56,7 @@ def test_twenty_cycles_leave_a_flat_line(tmp_path: Path) -> None:
     actor = BigActor()
     awake, asleep, store = [], [], []
     with Sleeper(actor.model, optimizer=actor.optimizer, store_dir=tmp_path) as sleeper:
-        for _ in range(22):
+        for _ in range(20):
             ledger = sleeper.sleep()
             gc.collect()
             asleep.append(kernel.process_resident_bytes())
@@ -88,10 +90,10 @@ def test_explain_says_what_a_sleep_will_do_and_moves_nothing(trained: SmallActor
 def test_a_tensor_outside_every_component_is_named_with_its_holder(trained: SmallActor, sleeper: Sleeper) -> None:
     class Hoarder:
         def __init__(self) -> None:
-            self.stash = torch.ones(700, 1024)
+            self.stash = torch.ones(9000, 1024)
 
     hoarder = Hoarder()
-    found = [left for left in sleeper.sleep().leftovers if left.shape == (700, 1024)]
+    found = [left for left in sleeper.sleep().leftovers if left.shape == (9000, 1024)]
     assert len(found) == 1
     assert (found[0].nbytes, found[0].dtype) == (hoarder.stash.nbytes, "float32")
     assert "stash" in found[0].holder

@@ -82,7 +82,7 @@ def test_a_lazy_wake_computes_before_the_optimizer_is_there(
     for k in range(2):
         twin.step(k)
     sleeper.sleep()
-    sleeper.wake(["params", "buffers"])
+    sleeper.wake(["params", "buffers", "grads"])
     store.reads.clear()
     first = sleeper.wake(lazy=True)
     assert first.copied_bytes < 2 * 128 * 128 * 4  # no moment was read yet

@@ -53,6 +53,11 @@ class Store(ABC):
     def host_bytes(self) -> int:
         """Bytes of host memory this store holds (for a file: its ring)."""
 
+    @property
+    @abstractmethod
+    def memory(self) -> Sequence[torch.Tensor]:
+        """Those host bytes as tensors, so that an account does not take them for somebody else's."""
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent. Later calls raise `ClosedError`."""

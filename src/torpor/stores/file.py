@@ -102,6 +102,10 @@ class FileStore(BlockStore):
     def host_bytes(self) -> int:
         return len(self._ring) * self.chunk_bytes
 
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        return self._ring
+
     def buffers(self) -> Sequence[torch.Tensor]:
         if not self._ring:
             for _ in range(self._ring_size):

@@ -67,6 +67,10 @@ class PageableStore(AddressableStore):
     def host_bytes(self) -> int:
         return self.reserved_bytes
 
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        return list(self._regions.values())
+
     def close(self) -> None:
         self._regions.clear()
         self._free = FreeList(_ALIGNMENT_BYTES)

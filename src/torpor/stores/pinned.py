@@ -125,6 +125,10 @@ class PinnedStore(AddressableStore):
     def host_bytes(self) -> int:
         return self._arena.held_bytes
 
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        return [self._arena.tensor(begin, end - begin) for begin, end in self._arena.ranges()]
+
     def close(self) -> None:
         if not self._closed:
             self._settle()
