@@ -7,7 +7,7 @@ import torch
 
 from torpor.errors import UnsupportedError, UsageError
 from torpor.rl.models import tiny_model
-from torpor.rl.packing import Group, pack, predicting_hidden
+from torpor.rl.packing import Group, common_prefix_length, pack, predicting_hidden
 
 VOCABULARY = 20
 GROUPS = [
@@ -15,6 +15,13 @@ GROUPS = [
     Group([3], [[11, 12, 13], [2]]),
     Group([1, 2, 3, 4, 5, 6, 7], [[7, 7]]),
 ]
+START = [5, 6, 7, 8, 9, 10, 11, 12]
+SHARED_GROUPS = [
+    Group([*START, 3], [[9, 2], [8]]),
+    Group([*START, 4, 5], [[4, 4, 2]]),
+    Group(START, [[6, 2], [7]]),
+]
+"""Prompts with a common start; the last one is nothing else."""
 TOLERANCE = 1e-5
 """Nats and gradient units, fp32: masked and plain attention sum in a different order."""
 
@@ -44,15 +51,16 @@ def _plain_logprobs(model: torch.nn.Module, groups: list[Group]) -> torch.Tensor
     return torch.cat(parts)
 
 
-def test_logprobs_and_gradients_equal_unpacked() -> None:
+@pytest.mark.parametrize("groups", [GROUPS, SHARED_GROUPS], ids=["rows", "one row"])
+def test_logprobs_and_gradients_equal_unpacked(groups: list[Group]) -> None:
     model = _model()
     weights = torch.randn(
-        sum(len(c) for g in GROUPS for c in g.completions), generator=torch.Generator().manual_seed(0)
+        sum(len(c) for g in groups for c in g.completions), generator=torch.Generator().manual_seed(0)
     )
     results = []
     for logprobs in (_packed_logprobs, _plain_logprobs):
         model.zero_grad()
-        values = logprobs(model, GROUPS)
+        values = logprobs(model, groups)
         (values * weights).sum().backward()
         results.append((values.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
     (packed, packed_grads), (plain, plain_grads) = results
@@ -62,17 +70,38 @@ def test_logprobs_and_gradients_equal_unpacked() -> None:
         torch.testing.assert_close(packed_grads[name] / scale, grad / scale, atol=TOLERANCE, rtol=0, msg=name)
 
 
-def test_a_group_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("groups", [GROUPS, SHARED_GROUPS], ids=["rows", "one row"])
+def test_a_group_does_not_depend_on_its_neighbours(groups: list[Group]) -> None:
     model = _model()
     with torch.no_grad():
-        alone = torch.cat([_packed_logprobs(model, [group]) for group in GROUPS])
-        torch.testing.assert_close(_packed_logprobs(model, GROUPS), alone, atol=TOLERANCE, rtol=0)
+        alone = torch.cat([_packed_logprobs(model, [group]) for group in groups])
+        torch.testing.assert_close(_packed_logprobs(model, groups), alone, atol=TOLERANCE, rtol=0)
+
+
+def test_a_common_start_is_computed_once() -> None:
+    batch = pack(SHARED_GROUPS)
+    assert batch.token_ids_BT.tolist() == [[*START, 3, 9, 4, 5, 4, 4, 6]]
+    assert batch.position_ids_BT.tolist() == [[*range(8), 8, 9, 8, 9, 10, 11, 8]]
+    assert batch.predictor_N.tolist() == [8, 9, 8, 11, 12, 13, 7, 14, 7]
+
+
+def test_a_short_common_start_is_not_worth_a_long_row() -> None:
+    groups = [Group([5, 6, first, 9, 9], [[1, 2]]) for first in (3, 4)]
+    assert pack(groups).token_ids_BT.shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length"),
+    [([[1, 2, 3]], 3), ([[1, 2], [1, 2, 3], [1, 2]], 2), ([[1, 2], [2, 2]], 0), ([[1, 3, 9], [1, 2, 9], [1, 3]], 1)],
+)
+def test_common_prefix_length(sequences: list[list[int]], length: int) -> None:
+    assert common_prefix_length(sequences) == length
 
 
 def test_layout() -> None:
     batch = pack(GROUPS[:2])
-    assert batch.token_ids_GT.tolist() == [[5, 6, 7, 8, 9, 4, 4, 4], [3, 11, 12, 0, 0, 0, 0, 0]]
-    assert batch.position_ids_GT.tolist() == [[0, 1, 2, 3, 4, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0, 0]]
+    assert batch.token_ids_BT.tolist() == [[5, 6, 7, 8, 9, 4, 4, 4], [3, 11, 12, 0, 0, 0, 0, 0]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0, 0]]
     assert batch.predictor_N.tolist() == [3, 4, 3, 3, 5, 6, 7, 8, 9, 10, 8]
     assert batch.target_N.tolist() == [9, 2, 8, 4, 4, 4, 2, 11, 12, 13, 2]
     assert batch.lengths == (2, 1, 4, 3, 1)
@@ -82,7 +111,8 @@ def test_layout() -> None:
 
 
 def test_every_query_sees_something() -> None:
-    assert pack(GROUPS).mask_G1TT.any(-1).all()
+    for groups in (GROUPS, SHARED_GROUPS):
+        assert pack(groups).mask_B1TT.any(-1).all()
 
 
 @pytest.mark.parametrize("group", [Group([], [[1]]), Group([1], []), Group([1], [[1], []])])
