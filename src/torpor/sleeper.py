@@ -411,6 +411,9 @@ class Sleeper:
             and entry.storage._cdata not in asleep
             and (only is None or entry.storage._cdata in only)
         ]
+        for backends in self._backends.values():
+            for backend in backends:
+                backend.refresh()
         plan = decide(entries, self._backends, self._keep)
         plan.known = asleep | {s._cdata for entry in inventory.entries for s in entry.storages}
         if need_bytes is None:

@@ -33,6 +33,9 @@ class MemoryBackend(ABC):
     restores_zeros: ClassVar[bool]
     """Whether all bytes that `release` gave back read zero after `restore`. The rest keep their contents."""
 
+    def refresh(self) -> None:  # noqa: B027 - an optional step, not a missing one
+        """Look at the memory map anew, before a round of `refusal`s."""
+
     @abstractmethod
     def refusal(self, storage: torch.UntypedStorage) -> str | None:
         """Why this storage cannot be released without harm, as a clause for the ledger; None if it can."""
