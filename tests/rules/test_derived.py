@@ -170,6 +170,16 @@ def test_a_declared_tensor_is_not_kept_alive() -> None:
     assert take_inventory(Actor(derived=[record]), standard_rules()).entries == []
 
 
+def test_a_rebuild_from_a_parameter_leaves_no_graph_behind() -> None:
+    model = Rotary()
+    record = derived("t", lambda: model.inv_freq, rebuild=lambda out, w: out[:4].copy_(w), sources=lambda: model.weight)
+    entry = _entry(model, model.inv_freq, record)
+    assert entry.rebuild is not None
+    entry.rebuild.fn(model.inv_freq, *entry.rebuild.sources)
+    assert torch.equal(model.inv_freq[:4], model.weight)
+    assert not model.inv_freq.requires_grad
+
+
 def test_without_its_source_a_rebuild_is_a_move() -> None:
     out, source = torch.zeros(8), [torch.zeros(3)]
     record = derived("t", lambda: out, rebuild=fill, sources=source)

@@ -240,6 +240,20 @@ def test_a_new_gradient_at_the_old_address_is_preserved() -> None:
     assert watched.grad().fate is Fate.MOVED
 
 
+def test_a_new_gradient_with_the_old_identity_and_version_is_preserved() -> None:
+    watched = Watched()
+    watched.backward()
+    assert watched.weight.grad is not None
+    identity, version = id(watched.weight.grad), watched.weight.grad._version
+    watched.optimizer.step()
+    watched.optimizer.zero_grad()
+    others = [torch.ones(4, 4) for _ in range(100)]  # one of them takes the freed object's place
+    [reborn] = [t for t in others if id(t) == identity]
+    assert reborn._version == version
+    watched.weight.grad = reborn
+    assert watched.grad().fate is Fate.MOVED
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zeroing_and_accumulating_again_is_preserved(set_to_none: bool) -> None:
     watched = Watched()

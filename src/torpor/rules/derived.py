@@ -52,7 +52,7 @@ def derived(
             (None or empty while it is empty). Tensors given directly are not kept alive.
         drop: clears the owner's cache; the owner fills it again on its next use. Called once a sleep.
         rebuild: `rebuild(out, *sources)` writes into `out` the same bits again, from `sources` and constants
-            only. `tensors` must then be one tensor that fills its storage.
+            only; it is called under `torch.no_grad()`. `tensors` must then be one tensor that fills its storage.
         sources: for `rebuild`: the tensors it reads, in the form of `tensors`.
         gates: conditions that must all hold; with one closed the tensors are moved, for the gate's reason.
         component: the component that the tensors sleep and wake with.
@@ -67,7 +67,8 @@ def derived(
     if drop is not None and not (isinstance(sources, tuple | list) and not sources):
         raise _misuse(name, "sources= is for rebuild=, not for drop=")
     get_tensors, get_sources = _getter(name, "tensors", tensors), _getter(name, "sources", sources)
-    return Derived(name, get_tensors, drop, rebuild, get_sources, checked_gates, component, role)
+    quiet_rebuild = None if rebuild is None else torch.no_grad()(rebuild)
+    return Derived(name, get_tensors, drop, quiet_rebuild, get_sources, checked_gates, component, role)
 
 
 class DerivedRule:
