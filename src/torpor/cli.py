@@ -1,4 +1,4 @@
-"""`torpor train | plan | report`. Imports torch only in the command that needs it."""
+"""`torpor train | plan | report | bench`. Imports torch only in the command that needs it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 
 import torpor
+from torpor import bench
+from torpor.errors import TorporError
 from torpor.forecast import command as plan
 from torpor.report import command as report
 from torpor.rl import command as train
@@ -17,11 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="torpor", description=torpor.__doc__, formatter_class=_Formatter)
     parser.add_argument("--version", action="version", version=f"torpor {torpor.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, plan, report):
+    for command in (train, plan, report, bench):
         command.register(commands)
     arguments = parser.parse_args(argv)
-    run: int = arguments.run(arguments)
-    return run
+    try:
+        status: int = arguments.run(arguments)
+    except TorporError as error:
+        print(f"torpor {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return status
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
