@@ -109,7 +109,9 @@ def test_compare_layouts_and_recipes(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_what_is_given_wins_over_an_argument_file(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan_json(capsys, ANCHOR, "--tp", "2", "--recipe", "bf16")
-    assert (found["layout"]["tp"], found["layout"]["gpus"], found["recipe"]["format"]) == (2, 2, "bf16")
+    layout = found["layout"]
+    assert (layout["tp"], layout["etp"], layout["gpus"], found["recipe"]["format"]) == (2, 2, 2, "bf16")
+    assert plan_json(capsys, ANCHOR, "--tp", "2", "--etp", "1")["layout"]["etp"] == 1
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torpor.forecast.actor import Forecast, Options
+from torpor.forecast.actor import Forecast
 from torpor.forecast.command import given_by, make_plan
+from torpor.forecast.fates import Options
 from torpor.kinds import Role
 
 ANCHOR = str(Path(__file__).parent / "data" / "anchor_8_layers.sh")

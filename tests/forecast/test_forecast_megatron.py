@@ -56,7 +56,7 @@ def test_layout_recipe_and_optimizer(tmp_path: Path) -> None:
     --cuda-graph-impl local""",
     )
     layout = plan.layout
-    assert (layout["tp"], layout["pp"], layout["vpp"], layout["etp"]) == (2, 4, 2, 2)
+    assert (layout["tp"], layout["pp"], layout["vpp"]) == (2, 4, 2)
     assert layout["distributed_optimizer"]
     assert plan.recipe["format"] is Format.MXFP8
     assert (plan.recipe["first_layers_bf16"], plan.recipe["last_layers_bf16"]) == (1, 2)

@@ -8,8 +8,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torpor.forecast.actor import Options, forecast
+from torpor.forecast.actor import forecast
 from torpor.forecast.blocks import GQA, MoE, dense_mlp, embedding, vector
+from torpor.forecast.fates import Options
 from torpor.forecast.layout import Layout
 from torpor.forecast.optimizers import Kind, Optimizer
 from torpor.forecast.recipes import Architecture, Format, Recipe, Scope

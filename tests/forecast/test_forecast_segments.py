@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torpor.forecast.actor import Options, forecast
+from torpor.forecast.actor import forecast
 from torpor.forecast.config import read_config
 from torpor.forecast.families import build_model
+from torpor.forecast.fates import Options
 from torpor.forecast.layout import Layout
 from torpor.forecast.optimizers import Kind, Optimizer
 from torpor.forecast.recipes import Format, Recipe

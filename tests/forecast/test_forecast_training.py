@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from torpor.errors import UsageError
-from torpor.forecast.actor import Forecast, Options, forecast
+from torpor.forecast.actor import Forecast, forecast
 from torpor.forecast.config import read_config
 from torpor.forecast.families import build_model
+from torpor.forecast.fates import Options
 from torpor.forecast.layout import Layout
 from torpor.forecast.optimizers import Kind, Optimizer
 from torpor.forecast.recipes import Format, Recipe
@@ -173,6 +174,7 @@ def test_cuda_graphs_close_the_gate_of_the_caches(model: Model) -> None:
     recipe = Recipe(format=Format.FP8_BLOCKWISE)
     account = forecast(model, recipe=recipe, options=Options(cuda_graphs=True))
     assert fates(account, Role.QUANTIZED_CACHE) == {Fate.MOVED}
+    assert fates(account, Role.WORKSPACE) == {Fate.MOVED}
     assert fates(forecast(model, recipe=recipe), Role.QUANTIZED_CACHE) == {Fate.DROPPED}
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from torpor.forecast.actor import Forecast, Options, forecast
+from torpor.forecast.actor import Forecast, forecast
 from torpor.forecast.config import read_config
 from torpor.forecast.families import build_model
+from torpor.forecast.fates import Options
 from torpor.forecast.layout import Layout
 from torpor.forecast.recipes import Architecture, Format, Override, Recipe, Scope
 from torpor.forecast.segments import segment_view

@@ -6,9 +6,10 @@ account.fullest.copied_bytes        # what one sleep copies on the fullest rank
 account.total(Role.QUANTIZED_CACHE) # over all ranks
 """
 
-from torpor.forecast.actor import Forecast, Line, Options, RankForecast, forecast
+from torpor.forecast.actor import Forecast, RankForecast, forecast
 from torpor.forecast.config import built_in_names, read_config
 from torpor.forecast.families import build_model, known_architectures
+from torpor.forecast.fates import Line, Options
 from torpor.forecast.layout import Layout
 from torpor.forecast.link import Link, current_link, link_file, write_link
 from torpor.forecast.optimizers import Kind, Optimizer

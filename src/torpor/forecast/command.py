@@ -13,9 +13,10 @@ from typing import Any
 
 from torpor.errors import TorporError, UsageError
 from torpor.forecast import render
-from torpor.forecast.actor import Forecast, Options, forecast
+from torpor.forecast.actor import Forecast, forecast
 from torpor.forecast.config import built_in_names, read_config
 from torpor.forecast.families import build_model, known_architectures
+from torpor.forecast.fates import Options
 from torpor.forecast.layout import Layout
 from torpor.forecast.link import current_link
 from torpor.forecast.megatron import is_argument_file, read_arguments
@@ -226,6 +227,8 @@ def make_plan(config: str, given: Given, ignore: Sequence[str] = ()) -> Plan:
         model = build_model(read_config(config), mtp_layers=choices.get("mtp", 0))
         from_file = {"layout": {}, "recipe": {}, "optimizer": {}, "options": {}}
     merged = {name: from_file[name] | given[name] for name in from_file}
+    if from_file["layout"]:  # Megatron's default for experts, whoever set the tensor-parallel size
+        merged["layout"].setdefault("etp", merged["layout"]["tp"])
     return Plan(
         _trained(model, choices),
         _layout(merged["layout"]),

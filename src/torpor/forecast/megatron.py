@@ -36,7 +36,10 @@ _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class MegatronPlan:
-    """What an argument file asks for; the fields that it sets, by name, of each of the other four."""
+    """What an argument file asks for: the model, and the fields that it sets of each dataclass of a plan.
+
+    `layout` has no `etp` unless the file has; Megatron's default is the tensor-parallel size in the end.
+    """
 
     model: Model
     layout: dict[str, Any]
@@ -104,13 +107,7 @@ def _parse(text: str, source: str, ignore: Collection[str]) -> dict[str, list[st
         if flag not in INTEGERS | WORDS | LISTS | SWITCHES:
             unknown.append(f"--{flag}")
             continue
-        wanted = {flag in SWITCHES: 0, flag in LISTS: len(words)}.get(True, 1)
-        values[flag] = words[:wanted]
-        if len(values[flag]) < wanted or any("$" in word for word in values[flag]):
-            raise UsageError(
-                f"{source}: --{flag} {' '.join(words)}: no value here. Write it out, or assign the variable.",
-                flag=flag,
-            )
+        values[flag] = _values(flag, words, source)
     if unknown:
         raise UnsupportedError(
             f"{source}: {', '.join(sorted(unknown))} might change bytes and the forecast does not know how. "
@@ -118,6 +115,19 @@ def _parse(text: str, source: str, ignore: Collection[str]) -> dict[str, list[st
             flags=sorted(unknown),
         )
     return values
+
+
+def _values(flag: str, words: list[str], source: str) -> list[str]:
+    """The words that belong to a flag; what follows them in the file is somebody else's."""
+    if flag in SWITCHES:
+        return []
+    found = words if flag in LISTS else words[:1]
+    if not found or any("$" in word for word in found):
+        raise UsageError(
+            f"{source}: --{flag} {' '.join(words)}: no value here. Write it out, or assign the variable.",
+            flag=flag,
+        )
+    return found
 
 
 def _flags(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -278,13 +288,12 @@ def _mla(given: _Arguments) -> list[Weight]:
 
 
 def _layout(given: _Arguments) -> dict[str, Any]:
-    tp, pp = given.number("tensor-model-parallel-size", 1), given.number("pipeline-model-parallel-size", 1)
-    return {
-        "tp": tp,
+    pp = given.number("pipeline-model-parallel-size", 1)
+    found: dict[str, Any] = {
+        "tp": given.number("tensor-model-parallel-size", 1),
         "pp": pp,
         "cp": given.number("context-parallel-size", 1),
         "ep": given.number("expert-model-parallel-size", 1),
-        "etp": given.number("expert-tensor-parallel-size", tp),
         "vpp": _virtual_stages(given, pp),
         "first_layers": given.optional("decoder-first-pipeline-num-layers"),
         "last_layers": given.optional("decoder-last-pipeline-num-layers"),
@@ -294,6 +303,9 @@ def _layout(given: _Arguments) -> dict[str, Any]:
         "optimizer_instances": given.number("num-distributed-optimizer-instances", 1),
         "vocab_multiple": given.number("make-vocab-size-divisible-by", 128),
     }
+    if given.on("expert-tensor-parallel-size"):
+        found["etp"] = given.number("expert-tensor-parallel-size")
+    return found
 
 
 def _virtual_stages(given: _Arguments, pp: int) -> int:

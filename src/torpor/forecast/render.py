@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torpor.forecast.actor import HOST_FACTOR, Forecast, Line, RankForecast
+from torpor.forecast.actor import HOST_FACTOR, Forecast, RankForecast
+from torpor.forecast.fates import Line
 from torpor.forecast.link import Link
 from torpor.forecast.segments import RoleSegments, segment_view
 

@@ -11,7 +11,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torpor.forecast.actor import WORKSPACE_BYTES, Forecast
+from torpor.forecast.actor import Forecast
+from torpor.forecast.fates import WORKSPACE_BYTES
 from torpor.forecast.layout import Layout, Shard, shards, stages
 from torpor.forecast.recipes import BF16_BYTES, FP32_BYTES, round_up
 from torpor.kinds import Role
