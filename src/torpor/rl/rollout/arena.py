@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from torpor.memory.resize import ResizeBackend
+
 _ALIGNMENT_BYTES = 64
 """A cache line, and the width of the widest vector load: no tensor straddles more lines than it must."""
 
@@ -22,6 +24,7 @@ class Arena:
         self._block = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
+        self._backend = ResizeBackend()
 
     @property
     def held_bytes(self) -> int:
@@ -46,14 +49,20 @@ class Arena:
         self._used_bytes = 0
 
     def release(self) -> None:
-        """Give the memory back to the system."""
-        self._block.untyped_storage().resize_(0)
+        """Give the memory back to the system: freed alone, it may stay with the allocator."""
+        self._backend.release([self._block.untyped_storage()])
         if self._block.device.type == "cuda":
-            torch.cuda.empty_cache()  # the caching allocator would keep the block for this process
+            torch.cuda.empty_cache()
+        else:
+            self._backend.settle()
 
     def restore(self) -> None:
-        """Take the memory again, contents undefined."""
-        self._block.untyped_storage().resize_(self._capacity_bytes)
+        """Take the memory again, contents undefined.
+
+        Raises:
+            MemoryBackendError: the system refused; the block is still released.
+        """
+        self._backend.restore([self._block.untyped_storage()])
 
 
 def aligned(nbytes: int) -> int:

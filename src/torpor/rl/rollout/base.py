@@ -118,7 +118,7 @@ class GenerationStats:
     num_prompts: int
     num_completions: int
     num_prefilled_tokens: int
-    """Tokens that went through a prefill; a prompt counts once for its whole group."""
+    """Tokens that went through a prefill; a prompt counts at most once for its whole group."""
     num_generated_tokens: int
     prefill_s: float
     decode_s: float
@@ -356,7 +356,7 @@ class RolloutEngine(ABC):
 
         Raises:
             UsageError: an unknown tag.
-            MemoryError: no room; what did not fit is still asleep and can be woken later.
+            MemoryBackendError: no room; what did not fit is still asleep and can be woken later.
             ClosedError: after `close`.
         """
         return self._change("wake", [tag for tag in _parse(tags) if tag in self._asleep])
@@ -386,9 +386,7 @@ class RolloutEngine(ABC):
         if not checker.is_good:
             raise WeightStreamError.of(checker)
         self._weight_version = version
-        return LoadReport(
-            version, len(self.weight_specs()), checker.loaded_bytes, time.perf_counter() - start
-        )
+        return LoadReport(version, len(self.weight_specs()), checker.loaded_bytes, time.perf_counter() - start)
 
     @property
     def weight_version(self) -> int | None:

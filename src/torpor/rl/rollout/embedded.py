@@ -4,9 +4,10 @@
     engine = EmbeddedEngine(model, kv_cache_bytes=512 * 1024**2)
     rollouts = engine.generate(prompts, SamplingParams(num_samples=8, max_new_tokens=16, seed=1))
 
-Each prompt goes through the model once for its whole group. Then all sequences advance together, one token a
-step, and those that end leave the batch. Letters: R sequences in flight, P prompts, L prompt tokens, V
-vocabulary.
+What all prompts of a batch begin with goes through the model once, the rest of each prompt once for its whole
+group. Then all sequences advance together, one token a step, and those that end leave the batch.
+
+Letters: R sequences in flight, P prompts, N sequences of one forward pass (1, P or R), V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torpor.errors import UsageError
-from torpor.rl.packing import additive_mask
+from torpor.rl.packing import additive_mask, common_prefix_length
 from torpor.rl.rollout.arena import Arena, move_parameters
 from torpor.rl.rollout.base import (
     FinishReason,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_KV_CACHE_BYTES = 512 * 1024**2
+_MIN_SHARED_TOKENS = 16
+"""A shorter common start of the prompts is not worth a forward pass of its own."""
 
 
 @dataclass(slots=True)
@@ -209,21 +212,27 @@ class _Decoding:
         self._noise = noise
         self._rows = list(sequences)
         self._prompts, self._prompt_of_row = _distinct_prompts(sequences, prompts)
+        self._num_shared = _num_shared(self._prompts)
         self._num_padding = torch.empty(0, dtype=torch.int64)
         self._cache: GroupCache
 
     def prefill(self, arena: Arena, shape: CacheShape) -> int:
-        """Run each prompt once and sample the first tokens; return the number of prompt tokens."""
-        lengths = torch.tensor([len(prompt) for prompt in self._prompts], device=self._device)
-        longest = int(lengths.max())
+        """Run the prompts and sample the first tokens; return the number of tokens that went through."""
+        longest = max(map(len, self._prompts))
         num_slots = longest + self._sampling.max_new_tokens - 1
         self._cache = GroupCache(arena, shape, self._prompt_of_row, num_slots)
-        num_padding = longest - lengths
-        logits = self._logits(_left_padded(self._prompts, longest).to(self._device), num_padding)
-        row_to_prompt = torch.tensor(self._prompt_of_row, device=self._device)
-        self._num_padding = num_padding[row_to_prompt]
-        self._append(logits[row_to_prompt])
-        return int(lengths.sum())
+        if self._num_shared:
+            shared = torch.tensor([self._prompts[0][: self._num_shared]], device=self._device)
+            self._logits(shared, torch.zeros(1, dtype=torch.int64, device=self._device))
+        rests = [prompt[self._num_shared :] for prompt in self._prompts]
+        token_ids = _left_padded(rests, longest - self._num_shared).to(self._device)
+        num_padding = torch.tensor([longest - len(prompt) for prompt in self._prompts], device=self._device)
+        logits = self._logits(token_ids, num_padding)
+        self._cache.end_prefill()
+        prompt_of_row = torch.tensor(self._prompt_of_row, device=self._device)
+        self._num_padding = num_padding[prompt_of_row]
+        self._append(logits[prompt_of_row])
+        return self._num_shared + sum(map(len, rests))
 
     def run(self) -> None:
         """Decode until every sequence has ended."""
@@ -234,11 +243,11 @@ class _Decoding:
             self._append(self._logits(last, self._num_padding))
 
     def _logits(self, token_ids: torch.Tensor, num_padding: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, V]` after the last of `token_ids` `[R, new]`, all of which go into the cache."""
+        """Logits `[N, V]` after the last of `token_ids` `[N, new]`, all of which go into the cache."""
         begin, num_new = self._cache.num_filled, token_ids.shape[1]
         slots = torch.arange(begin, begin + num_new, device=self._device)
         position_ids = (slots - num_padding[:, None]).clamp(min=0)
-        mask = additive_mask(self._model, _attention_mask(slots, num_padding))
+        mask = additive_mask(self._model, _attention_mask(slots, num_padding, self._num_shared))
         output = self._forward(token_ids, mask, position_ids, self._cache, use_cache=True, logits_to_keep=1)
         self._cache.advance(num_new)
         logits: torch.Tensor = output.logits[:, -1]
@@ -287,22 +296,30 @@ def _distinct_prompts(
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], length: int) -> torch.Tensor:
-    """Token ids int64 `[P, length]`, each prompt at the end of its row; what stands before is masked."""
+    """Token ids int64 `[P, length]`, each at the end of its row; what stands before is masked."""
     padded = torch.zeros(len(prompts), length, dtype=torch.int64)
     for row, prompt in zip(padded, prompts, strict=True):
         row[length - len(prompt) :] = torch.tensor(prompt)
     return padded
 
 
-def _attention_mask(slots: torch.Tensor, num_padding: torch.Tensor) -> torch.Tensor:
-    """Who sees what, bool `[R, 1, new, T]`: every real slot up to its own; padding sees only itself.
+def _attention_mask(slots: torch.Tensor, num_padding: torch.Tensor, num_shared: int) -> torch.Tensor:
+    """Who sees what, bool `[N, 1, new, T]`: every slot up to its own, but for the padding after the shared start.
 
-    A row of the mask without a single True would make the softmax undefined.
+    Padding sees itself: a row of the mask without a single True would make the softmax undefined.
     """
     keys = torch.arange(int(slots[-1]) + 1, device=slots.device)
-    is_real = keys >= num_padding[:, None, None, None]
+    is_real = (keys < num_shared) | (keys >= num_shared + num_padding[:, None, None, None])
     is_itself = keys == slots[:, None]
     return (is_real & (keys <= slots[:, None])) | is_itself
+
+
+def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that all prompts begin with, if there are several and it pays; each keeps one for itself."""
+    if len(prompts) == 1:
+        return 0
+    num_shared = min(common_prefix_length(prompts), min(map(len, prompts)) - 1)
+    return num_shared if num_shared >= _MIN_SHARED_TOKENS else 0
 
 
 def _rollout(sequence: _Sequence, prompts: Sequence[Sequence[int]], weight_version: int) -> Rollout:

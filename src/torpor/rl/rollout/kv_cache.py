@@ -1,6 +1,7 @@
 """The key-value cache of the embedded engine: static, filled once for each prompt, read by its whole group.
 
-Letters: R rows (sequences in flight), P prompts, K key-value heads, D head size, T slots (tokens of a row).
+Letters: R rows (sequences in flight), P prompts, N sequences of one forward pass (1, P or R), K key-value
+heads, D head size, T slots (tokens of a row).
 """
 
 from __future__ import annotations
@@ -54,21 +55,33 @@ class CacheShape:
 class GroupCache:
     """Keys and values of R sequences; the part of transformers' `Cache` that a decoder layer uses.
 
-    A prefill of P prompts writes each prompt's keys and values into all rows of its group. Then each decode
-    step writes one slot, the same in every row, so prompts are padded on the left. Rows that are done are
-    overwritten by the last ones (`keep`): the rows in use are always the first.
+    It is filled in up to three kinds of pass, each of which writes the next slots of every row:
+
+        what all prompts begin with      N = 1, goes into all rows
+        the rest of each prompt          N = P, goes into all rows of its group
+        one sampled token a row          N = R
+
+    All rows are filled equally far, so prompts are padded on the left of what is theirs alone. Rows that are
+    done are overwritten by the last ones (`move_rows`): the rows in use are always the first.
     """
 
     def __init__(self, arena: Arena, shape: CacheShape, prompt_of_row: Sequence[int], num_slots: int) -> None:
-        """Takes its memory from the start of `arena`; `prompt_of_row` is the place of each row's prompt."""
+        """Takes its memory from the start of `arena`.
+
+        `prompt_of_row` is the place of each row's prompt; rows of a prompt are neighbours, in order.
+        """
         arena.reset()
         size = (len(prompt_of_row), shape.num_heads, num_slots, shape.head_size)
         layers = range(shape.num_layers)
         self._keys = [arena.take(size, shape.dtype) for _ in layers]
         self._values = [arena.take(size, shape.dtype) for _ in layers]
-        self._prompt_of_row = torch.tensor(prompt_of_row, device=self._keys[0].device)
+        device = self._keys[0].device
+        self._prompt_of_row = torch.tensor(prompt_of_row, device=device)
+        first_rows = [prompt_of_row.index(prompt) for prompt in range(prompt_of_row[-1] + 1)]
+        self._first_row_of_prompt = torch.tensor(first_rows, device=device)
         self._num_rows = len(prompt_of_row)
         self._num_filled = 0
+        self._is_prefilling = True
 
     @property
     def num_filled(self) -> int:
@@ -79,6 +92,10 @@ class GroupCache:
         """Say that all layers have written `num_slots` more."""
         self._num_filled += num_slots
 
+    def end_prefill(self) -> None:
+        """Say that every later pass has one sequence for each row."""
+        self._is_prefilling = False
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots filled so far (a method of transformers' `Cache`)."""
         return self._num_filled
@@ -86,20 +103,22 @@ class GroupCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new `[P or R, K, new T, D]` keys and values; return all that attention reads.
+        """Store new `[N, K, new T, D]` keys and values; return all `[N, K, T, D]` that attention reads.
 
         A method of transformers' `Cache`.
         """
-        stored = (self._keys[layer_idx], self._values[layer_idx])
-        if self._num_filled == 0:
-            num_new = keys.shape[2]
-            for store, new in zip(stored, (keys, values), strict=True):
-                store[:, :, :num_new] = new[self._prompt_of_row]
-            return keys, values
-        end = self._num_filled + keys.shape[2]
-        for store, new in zip(stored, (keys, values), strict=True):
-            store[: self._num_rows, :, self._num_filled : end] = new
-        return stored[0][: self._num_rows, :, :end], stored[1][: self._num_rows, :, :end]
+        return self._store(self._keys[layer_idx], keys), self._store(self._values[layer_idx], values)
+
+    def _store(self, store: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        begin, end = self._num_filled, self._num_filled + new.shape[2]
+        if not self._is_prefilling:
+            store[: self._num_rows, :, begin:end] = new
+            return store[: self._num_rows, :, :end]
+        is_for_all = new.shape[0] == 1
+        store[:, :, begin:end] = new if is_for_all else new[self._prompt_of_row]
+        if begin == 0:
+            return new
+        return store[:1, :, :end] if is_for_all else store[self._first_row_of_prompt, :, :end]
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
         """Copy rows `sources` over rows `targets` (int64, same length); only the first `num_rows` remain."""

@@ -19,9 +19,7 @@ def uniforms(sampling: SamplingParams, num_sequences: int) -> torch.Tensor:
     return torch.rand(sampling.max_new_tokens, num_sequences, generator=generator)
 
 
-def sample(
-    logits: torch.Tensor, noise: torch.Tensor, sampling: SamplingParams
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: torch.Tensor, noise: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row; see `Rollout.logprobs` for what the log-probabilities mean.
 
     Args:
