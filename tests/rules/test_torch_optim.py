@@ -369,6 +369,20 @@ def test_a_gradient_without_a_version_is_moved() -> None:
     assert watched.grad().fate is Fate.MOVED
 
 
+def test_the_undo_forgets_what_was_seen() -> None:
+    watched = Watched()
+    watched.backward()
+    watched.optimizer.step()
+    for undo in watched.undo:
+        undo()
+    assert watched.grad().reason == "no step was seen"
+
+
+def test_a_models_own_parameters_are_no_masters() -> None:
+    watched = Watched()
+    assert [c.role for c in TorchOptimRule().claims(watched.actor)] == []
+
+
 def test_after_the_undo_no_step_is_seen() -> None:
     watched = Watched()
     for undo in watched.undo:
