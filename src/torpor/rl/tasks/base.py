@@ -112,17 +112,16 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
 
 
 def encode_solution(tokenizer: Tokenizer, task: Task, question: Question) -> list[int]:
-    """Token ids of the question's solution with the end that the task expects, for a supervised warm start.
+    """Token ids of the question's solution and the end of text, for a supervised warm start.
 
     Raises:
-        UsageError: the question has no solution.
+        UsageError: the question has no solution, or the tokenizer no end of text.
     """
     if question.solution is None:
         raise UsageError(f"task {task.name} has no solution for question {question.index}: no warm start")
-    token_ids = list(tokenizer.encode(question.solution + "".join(task.stop[:1]), add_special_tokens=False))
-    if not task.stop and tokenizer.eos_token_id is not None:
-        token_ids.append(tokenizer.eos_token_id)
-    return token_ids
+    if tokenizer.eos_token_id is None:
+        raise UsageError("the tokenizer has no end-of-text token: a solution could not end")
+    return [*tokenizer.encode(question.solution, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

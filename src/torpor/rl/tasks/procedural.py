@@ -46,9 +46,7 @@ class ProceduralTask(Task):
         """Question `number`, the same at every call."""
 
     def _sample(self, index: int, split: Split) -> Question:
-        draft = (
-            self._train_draft(f"{self._seed}:{index}") if split is Split.TRAIN else self._eval_draft(index)
-        )
+        draft = self._train_draft(f"{self._seed}:{index}") if split is Split.TRAIN else self._eval_draft(index)
         return Question(index, split, draft.prompt, draft.solution, draft.fields)
 
     def _train_draft(self, label: str) -> Draft:
