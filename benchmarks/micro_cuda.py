@@ -63,9 +63,9 @@ def measure_vmm() -> dict[str, Any]:
     for num, nbytes in ((60, 20 * MIB), (4, 2 * GIB), (4096, 2 * MIB), (20_000, 429_496)):
         with pool():
             tensors = [torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(num)]
-        table = library.segments(0)
+        table = library.extents(0)
         addresses = table["address"].tolist()
-        row: dict[str, Any] = {"segments": len(addresses), "bytes": int(table["nbytes"].sum())}
+        row: dict[str, Any] = {"extents": len(addresses), "bytes": int(table["nbytes"].sum())}
         unmap, mapped = [], []
         for _ in range(3):
             torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def measure_vmm() -> dict[str, Any]:
             mapped.append(t2 - t1)
         row["unmap_s"], row["map_s"] = [round(s, 5) for s in unmap], [round(s, 5) for s in mapped]
         t0 = time.perf_counter()
-        live_blocks(table["address"])
+        live_blocks(table["address"], table["address"] + table["nbytes"])
         t1 = time.perf_counter()
         backend.prepare()
         t2 = time.perf_counter()
@@ -317,7 +317,63 @@ def measure_fresh(total: int = 4 * GIB) -> dict[str, Any]:
     return found
 
 
+def measure_engines(total: int = 4 * GIB) -> dict[str, Any]:
+    """Rates of copies by the copy engines and by kernels, undisturbed and right after 110 GiB were freed."""
+    from torpor.gather_cuda import launch
+    from torpor.transfer_cuda import chunks
+
+    device = torch.randint(0, 255, (total,), dtype=torch.uint8, device=DEVICE)
+    host = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    host.fill_(1)
+    ends = [np.array([t.data_ptr()]) for t in (host, device)]
+    size = np.array([total])
+    into, out_of = (torch.from_numpy(chunks(a, b, size)).to(DEVICE) for a, b in (ends, ends[::-1]))
+    half = total // 2
+    side = torch.cuda.Stream()
+
+    def two_streams() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        device[:half].copy_(host[:half], non_blocking=True)
+        with torch.cuda.stream(side):
+            device[half:].copy_(host[half:], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def engine_and_kernel() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        device[:half].copy_(host[:half], non_blocking=True)
+        with torch.cuda.stream(side):
+            launch(into[len(into) // 2 :])
+        torch.cuda.current_stream().wait_stream(side)
+
+    ways = {
+        "engine, host to device": lambda: device.copy_(host, non_blocking=True),
+        "engine, device to host": lambda: host.copy_(device, non_blocking=True),
+        "kernel, host to device": lambda: launch(into),
+        "kernel, device to host": lambda: launch(out_of),
+        "engine on two streams, host to device": two_streams,
+        "engine and kernel, host to device": engine_and_kernel,
+    }
+    found: dict[str, Any] = {}
+    for name, way in ways.items():
+        way()
+        quiet = rate(total, seconds(way, 3))
+        found[name] = {"undisturbed": quiet, "right after 110 GiB were freed": _after_a_thief(way, total)}
+    return found
+
+
+def _after_a_thief(way: Callable[[], Any], total: int) -> list[float]:
+    """Rates of two copies in a row, begun as soon as a large allocation has been freed."""
+    thief = torch.full((110 * GIB,), 255, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    del thief
+    torch.cuda.empty_cache()
+    rates = [rate(total, seconds(way, 1)) for _ in range(2)]
+    time.sleep(1.5)
+    return rates
+
+
 MEASUREMENTS = {
+    "engines": measure_engines,
     "vmm": measure_vmm,
     "fingerprint": measure_fingerprint,
     "copies": measure_copies,

@@ -30,9 +30,13 @@ def fingerprints(blocks: Sequence[torch.Tensor]) -> list[Digest]:
     On the CPU this is XXH3-128 in canonical byte order (https://xxhash.com); on CUDA the sum that
     `fingerprint_cuda` defines, which `fingerprint_cuda.reference` computes from a host copy.
     """
+    devices = [block.device for block in blocks]
+    distinct = set(devices)
+    if len(distinct) == 1:
+        return _on(devices[0], blocks)
     digests: list[Digest] = [b""] * len(blocks)
-    for device in {block.device for block in blocks}:
-        where = [i for i, block in enumerate(blocks) if block.device == device]
+    for device in distinct:
+        where = [i for i, other in enumerate(devices) if other == device]
         for i, digest in zip(where, _on(device, [blocks[i] for i in where]), strict=True):
             digests[i] = digest
     return digests

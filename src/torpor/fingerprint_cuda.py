@@ -19,7 +19,7 @@ from torpor.fingerprint_reference import KEY0, KEY1, UNIT_BYTES, finish
 #: Bytes that one program reads: long enough to hide its start, short enough to spread few blocks over a GPU.
 CHUNK_BYTES = 256 * 1024
 #: Units that one program reads at a time.
-_TILE_UNITS = 1024
+_TILE_UNITS = 512
 _NUM_WARPS = 4
 
 _KEY0 = tl.constexpr(KEY0)

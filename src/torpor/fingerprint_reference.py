@@ -49,7 +49,8 @@ def finish(sums: Words, nbytes: npt.NDArray[np.int64]) -> list[bytes]:
     """Digests from the sums over units, shape `[num, 2]`, and the lengths in bytes, shape `[num]`."""
     length_unit = _rounds(nbytes.astype(np.uint64), np.zeros(len(nbytes), np.uint64))  # at p = -1: no key
     total = sums + np.stack(length_unit, axis=1)
-    return [row.tobytes() for row in total.astype("<u8")]
+    octets = total.astype("<u8").tobytes()
+    return [octets[at : at + 16] for at in range(0, len(octets), 16)]
 
 
 def _steps(octets: npt.NDArray[np.uint8]) -> Iterator[tuple[int, Words]]:

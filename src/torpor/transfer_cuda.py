@@ -7,9 +7,10 @@ way back it is scattered. Two staging buffers take turns, so gathering and copyi
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from torpor.stores.base import AddressableStore, Slot
+from torpor.stores.pinned import PinnedStore
 
 if TYPE_CHECKING:
     from torpor.transfer import Piece
@@ -77,6 +79,7 @@ class _Lane:
         self._device = device
         self._store = store
         self._to_store = to_store
+        self._boundaries = store.boundaries() if isinstance(store, PinnedStore) else []
 
     def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Start all copies of pieces sorted by slot; returns what must live until they are over."""
@@ -89,7 +92,7 @@ class _Lane:
     def _copy_large(self, pieces: Sequence[Piece]) -> None:
         with torch.cuda.stream(self.copying):
             for piece in pieces:
-                self._copy(self._store.tensor(piece.slot), piece.home)
+                self._copy(piece.slot, piece.home)
 
     def _copy_small(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         runs = list(_runs(pieces))
@@ -112,21 +115,27 @@ class _Lane:
         copy_chunks(table)
         self.copying.wait_stream(kernels)
         with torch.cuda.stream(self.copying):
-            self._copy(self._store.tensor(run.slot), buffer)
+            self._copy(run.slot, buffer)
         free.record(self.copying)
 
     def _copy_then_scatter(self, run: _Run, buffer: torch.Tensor, table: torch.Tensor, free: torch.cuda.Event) -> None:
         kernels = torch.cuda.current_stream()
         self.copying.wait_event(free)
         with torch.cuda.stream(self.copying):
-            self._copy(self._store.tensor(run.slot), buffer)
+            self._copy(run.slot, buffer)
         kernels.wait_stream(self.copying)
         copy_chunks(table)
         free.record(kernels)
 
-    def _copy(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        to, source = (host, device) if self._to_store else (device, host)
-        to.copy_(source, non_blocking=True)
+    def _copy(self, slot: Slot, device: torch.Tensor) -> None:
+        """Copy one slot; cut where one registration ends and the next begins: the driver refuses to cross."""
+        host = self._store.tensor(slot)
+        first = bisect_right(self._boundaries, slot.offset)
+        last = bisect_left(self._boundaries, slot.offset + slot.nbytes)
+        cuts = [0, *(at - slot.offset for at in self._boundaries[first:last]), slot.nbytes]
+        for begin, end in pairwise(cuts):
+            to, source = (host, device) if self._to_store else (device, host)
+            to[begin:end].copy_(source[begin:end], non_blocking=True)
 
 
 _streams: dict[tuple[int, bool], torch.cuda.Stream] = {}

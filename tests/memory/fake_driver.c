@@ -11,7 +11,7 @@
 #define MAX_MAPS 4096
 static struct { uint64_t address, nbytes; int fd; } maps[MAX_MAPS];
 static int num_maps, num_handles, pushed, synchronized;
-static uint64_t capacity = 1ull << 30, used, sizes[MAX_MAPS];
+static uint64_t capacity = 2ull << 30, used, sizes[MAX_MAPS];
 static char failing[32];
 static int failing_in;
 

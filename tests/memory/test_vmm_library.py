@@ -1,4 +1,4 @@
-"""The C part of `vmm`, over a driver made of ordinary memory: contents, addresses, and every call failing in turn."""
+"""The C part of `vmm` over a driver made of ordinary memory: contents, addresses, every call failing in turn."""
 
 import ctypes
 import shutil
@@ -16,7 +16,9 @@ from torpor.errors import UnsupportedError
 from torpor.memory.vmm_library import DriverError, VmmLibrary, vmm_library
 
 SOURCE = Path(torpor.memory.__file__).with_name("_vmm.c")
-PAGE = 1 << 16
+MIB = 1 << 20
+PAGE = 34 * MIB  # a piece too large to share its extent
+SAMPLE = 4096
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
@@ -61,7 +63,7 @@ class Rig:
         self.driver.fake_fail(call.encode(), nth)
 
     def mapped(self) -> list[bool]:
-        return [bool(row["mapped"]) for row in self.vmm.segments()]
+        return [bool(row["mapped"]) for row in self.vmm.extents()]
 
     def held(self) -> tuple[int, int, int]:
         """What the driver says is held: bytes, handles, mappings."""
@@ -79,15 +81,15 @@ def rig(compiled: tuple[Path, Path], tmp_path: Path) -> Iterator[Rig]:
 def test_pages_go_and_come_back_at_the_same_addresses(rig: Rig) -> None:
     addresses = [rig.malloc(PAGE * n - 5) for n in (1, 3, 2)]
     for address in addresses:
-        ctypes.memset(address, 0xAB, PAGE)
+        ctypes.memset(address, 0xAB, SAMPLE)
     assert rig.held() == (6 * PAGE, 3, 3)
     assert rig.vmm.unmap(addresses[:2], 0) == 4 * PAGE
     assert rig.held() == (2 * PAGE, 1, 1)
-    assert ctypes.string_at(addresses[2], PAGE) == b"\xab" * PAGE
+    assert ctypes.string_at(addresses[2], SAMPLE) == b"\xab" * SAMPLE
     assert rig.vmm.map(addresses, 0) == 4 * PAGE
-    assert ctypes.string_at(addresses[0], PAGE) == bytes(PAGE), "new pages"
-    assert ctypes.string_at(addresses[2], PAGE) == b"\xab" * PAGE, "a segment with pages is left as it is"
-    assert [int(row["address"]) for row in rig.vmm.segments()] == sorted(addresses)
+    assert ctypes.string_at(addresses[0], SAMPLE) == bytes(SAMPLE), "new pages"
+    assert ctypes.string_at(addresses[2], SAMPLE) == b"\xab" * SAMPLE, "an extent with pages is left as it is"
+    assert [int(row["address"]) for row in rig.vmm.extents()] == sorted(addresses)
 
 
 def test_unmapping_and_mapping_twice_changes_nothing(rig: Rig) -> None:
@@ -99,15 +101,18 @@ def test_unmapping_and_mapping_twice_changes_nothing(rig: Rig) -> None:
 
 def test_freed_while_asleep(rig: Rig) -> None:
     first, second = rig.malloc(PAGE), rig.malloc(PAGE)
+    shared = [rig.malloc(MIB) for _ in range(2)]
+    rig.free(shared[0])
+    rig.free(shared[1])
     rig.vmm.unmap([first, second], 0)
     rig.free(first)
     assert rig.held() == (0, 0, 0)
-    with pytest.raises(DriverError, match="not a segment"):
+    with pytest.raises(DriverError, match="not an extent"):
         rig.vmm.map([first], 0)
     rig.vmm.map([second], 0)
     rig.free(second)
     assert rig.held() == (0, 0, 0)
-    assert len(rig.vmm.segments()) == 0
+    assert len(rig.vmm.extents()) == 0
 
 
 def test_free_waits_for_the_device_as_cudafree_does(rig: Rig) -> None:
@@ -121,10 +126,10 @@ def test_addresses_are_used_again_serials_are_not(rig: Rig) -> None:
     rig.malloc(PAGE)
     gone = rig.malloc(PAGE)
     rig.malloc(PAGE)
-    serial = int(rig.vmm.segments()["serial"][1])
+    serial = int(rig.vmm.extents()["serial"][1])
     rig.free(gone)
     assert rig.malloc(PAGE) == gone
-    assert int(rig.vmm.segments()["serial"][1]) > serial
+    assert int(rig.vmm.extents()["serial"][1]) > serial
 
 
 def test_out_of_memory_is_null_for_torch_and_numbers_for_people(rig: Rig) -> None:
@@ -135,12 +140,10 @@ def test_out_of_memory_is_null_for_torch_and_numbers_for_people(rig: Rig) -> Non
     assert count == 1
     assert f"cuMemCreate of {PAGE} bytes" in text
     assert "out of memory" in text
-    assert len(rig.vmm.segments()) == 1
+    assert len(rig.vmm.extents()) == 1
     rig.vmm.unmap([address], 0)
     rig.driver.fake_capacity(PAGE)
-    with pytest.raises(
-        DriverError, match=f"cuMemCreate of {2 * PAGE} bytes.*code 2: out of memory"
-    ) as caught:
+    with pytest.raises(DriverError, match=f"cuMemCreate of {2 * PAGE} bytes.*code 2: out of memory") as caught:
         rig.vmm.map([address], 0)
     assert (caught.value.code, caught.value.call, caught.value.device) == (2, "cuMemCreate", "cuda:0")
     assert rig.held() == (0, 0, 0)
@@ -165,25 +168,33 @@ def test_a_failing_map_takes_nothing(rig: Rig, call: str, nth: int) -> None:
 def test_a_failing_unmap_gives_nothing_and_keeps_every_byte(rig: Rig, nth: int) -> None:
     addresses = [rig.malloc(PAGE) for _ in range(3)]
     for i, address in enumerate(addresses):
-        ctypes.memset(address, i + 1, PAGE)
+        ctypes.memset(address, i + 1, SAMPLE)
     before = rig.held()
     rig.fail("cuMemUnmap", nth)
     with pytest.raises(DriverError, match=r"cuMemUnmap.*asked to fail"):
         rig.vmm.unmap(addresses, 0)
     assert rig.held() == before
-    assert [ctypes.string_at(address, PAGE) for address in addresses] == [
-        bytes([i]) * PAGE for i in (1, 2, 3)
-    ]
+    assert [ctypes.string_at(address, SAMPLE) for address in addresses] == [bytes([i]) * SAMPLE for i in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("call", ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_a_released_handle_that_stays_is_an_error_and_can_be_mapped_again(rig: Rig) -> None:
+    addresses = [rig.malloc(PAGE) for _ in range(2)]
+    rig.fail("cuMemRelease")
+    with pytest.raises(DriverError, match="cuMemRelease"):
+        rig.vmm.unmap(addresses, 0)
+    assert rig.mapped() == [False, False]
+    rig.vmm.map(addresses, 0)
+    assert rig.mapped() == [True, True]
+
+
+def test_where_few_addresses_are_left_a_smaller_region_will_do(rig: Rig) -> None:
+    rig.fail("cuMemAddressReserve", 1)
+    assert rig.malloc(PAGE) != 0
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 def test_a_failing_malloc_leaves_nothing(rig: Rig, call: str) -> None:
-    rig.malloc(0)  # opens nothing
-    rig.fail(call, 2 if call == "cuMemAddressReserve" else 1)  # a region that large is tried smaller
-    if call == "cuMemAddressReserve":
-        rig.fail(call, 1)
-        assert rig.malloc(PAGE) != 0
-        return
+    rig.fail(call)
     assert rig.malloc(PAGE) == 0
     assert rig.held() == (0, 0, 0)
     assert call in rig.vmm.background_failure()[1]
@@ -209,12 +220,57 @@ def test_an_unknown_device_is_an_error(rig: Rig) -> None:
 
 def test_each_device_has_its_own_addresses(rig: Rig) -> None:
     zero, one = rig.malloc(PAGE, 0), rig.malloc(PAGE, 1)
-    assert rig.vmm.segments(1)["address"].tolist() == [one]
+    assert rig.vmm.extents(1)["address"].tolist() == [one]
     rig.vmm.unmap([zero], 0)
     rig.vmm.unmap([one], 1)
     rig.vmm.map([one], 1)
-    assert [row["mapped"] for row in rig.vmm.segments(1)] == [1]
-    assert [row["mapped"] for row in rig.vmm.segments(0)] == [0]
+    assert [row["mapped"] for row in rig.vmm.extents(1)] == [1]
+    assert [row["mapped"] for row in rig.vmm.extents(0)] == [0]
+
+
+def test_small_pieces_share_pages_and_little_of_them_lies_idle(rig: Rig) -> None:
+    addresses = [rig.malloc(2 * MIB) for _ in range(600)]
+    assert len(set(addresses)) == 600
+    extents = rig.vmm.extents()
+    assert len(extents) < 100
+    held, _, _ = rig.held()
+    assert held == int(extents["nbytes"].sum())
+    assert 1200 * MIB <= held <= 1200 * MIB * 17 // 16
+    for address in addresses[::2]:
+        rig.free(address)
+    assert rig.held()[0] > 1100 * MIB, "pages go with the last piece of their extent"
+    again = [rig.malloc(2 * MIB) for _ in range(300)]
+    assert sorted(again) == sorted(addresses[::2])
+    for address in addresses[1::2] + again:
+        rig.free(address)
+    assert rig.held() == (0, 0, 0)
+    assert len(rig.vmm.extents()) == 0
+
+
+def test_nothing_is_placed_in_extents_that_are_sealed_or_sleep(rig: Rig) -> None:
+    for _ in range(40):
+        rig.malloc(MIB)
+    addresses = rig.vmm.extents()["address"].tolist()
+    rig.vmm.seal(0, True)
+    later = rig.malloc(MIB)
+    assert later in rig.vmm.extents()["address"].tolist()
+    assert later not in addresses
+    rig.vmm.unmap(addresses, 0)
+    rig.vmm.seal(0, False)
+    last = rig.malloc(MIB)
+    ctypes.memset(last, 1, SAMPLE)
+    rig.vmm.map(addresses, 0)
+
+
+def test_where_memory_is_short_a_piece_gets_no_more_than_it_asked_for(rig: Rig) -> None:
+    for _ in range(100):
+        rig.malloc(MIB)
+    spare = int((rig.vmm.extents()["nbytes"] - rig.vmm.extents()["used_bytes"]).sum())
+    for _ in range(spare // MIB):
+        rig.malloc(MIB)
+    rig.driver.fake_capacity(rig.held()[0] + MIB)
+    assert rig.malloc(MIB) != 0
+    assert rig.malloc(MIB) == 0
 
 
 def test_threads_may_allocate_free_and_sleep_at_once(rig: Rig) -> None:
@@ -224,8 +280,8 @@ def test_threads_may_allocate_free_and_sleep_at_once(rig: Rig) -> None:
     def work(value: int) -> None:
         for _ in range(60):
             address = rig.malloc(2 * PAGE)
-            ctypes.memset(address, value, 2 * PAGE)
-            if ctypes.string_at(address, 2 * PAGE) != bytes([value]) * 2 * PAGE:
+            ctypes.memset(address, value, SAMPLE)
+            if ctypes.string_at(address, SAMPLE) != bytes([value]) * SAMPLE:
                 wrong.append(f"thread {value}")
             rig.free(address)
 
@@ -249,9 +305,7 @@ def test_a_missing_driver_is_said(compiled: tuple[Path, Path], tmp_path: Path) -
         VmmLibrary(library, "libc.so.6")
 
 
-def test_without_the_compiled_part_the_remedy_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_compiled_part_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torpor.memory.vmm_library.__file__", str(tmp_path / "vmm_library.py"))
     vmm_library.cache_clear()
     with pytest.raises(UnsupportedError, match=r"C compiler.*pip install"):

@@ -1,17 +1,19 @@
 /* Device memory whose pages can go while its addresses stay.
  *
  * An allocator for torch.cuda.memory.CUDAPluggableAllocator over the virtual memory calls of the CUDA driver.
- * One segment is one request of torch's caching allocator. `torpor_vmm_unmap` gives the pages of segments back
- * to the driver, `torpor_vmm_map` puts new pages at the same addresses; what is in them is the caller's affair,
- * and so is waiting for work that still uses them.
+ * Memory comes in extents: stretches of addresses with one set of pages. Each request of torch's caching
+ * allocator (torch calls it a segment, here it is a piece) lies in one extent; small pieces share one, because
+ * the driver takes some 35 us for each set of pages it maps or unmaps. `torpor_vmm_unmap` gives the pages of
+ * extents back to the driver, `torpor_vmm_map` puts new pages at the same addresses; what is in them is the
+ * caller's affair, and so is waiting for work that still uses them.
  *
  * The driver library is opened at run time and its few types are declared here, so that building needs a C
  * compiler and nothing else. Types and values: CUDA Driver API, https://docs.nvidia.com/cuda/cuda-driver-api.
  *
  * Every function returns a code: 0, a CUresult, or one of the negative codes below. Nothing prints or exits.
- * A call that fails leaves all segments as they were; only where the driver refuses the undo as well, or will not
- * let go of a handle, are segments left without pages, which `torpor_vmm_segments` shows. One mutex guards the tables; it is never held while
- * calling back into torch or Python.
+ * A call that fails leaves all extents as they were; only where the driver refuses the undo as well, or will not
+ * let go of a handle, are extents left without pages, which `torpor_vmm_extents` shows. One mutex guards the
+ * tables; it is never held while calling back into torch or Python.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -27,7 +29,7 @@
 enum {
     NO_LIBRARY = -1,      /* the driver library cannot be opened, or lacks a symbol */
     NO_HOST_MEMORY = -2,  /* malloc failed */
-    NO_SUCH_SEGMENT = -3, /* an address that is not the start of a segment */
+    NO_SUCH_EXTENT = -3, /* an address that is not the start of an extent, or of a piece */
     TOO_MANY_DEVICES = -4
 };
 
@@ -92,9 +94,13 @@ typedef struct {
     uint64_t serial; /* never used again, unlike an address */
     int32_t device;
     int32_t mapped;
-    Handle handle; /* valid while mapped */
-} Segment;
+    Handle handle;       /* valid while mapped */
+    uint64_t used_bytes; /* by pieces */
+    int32_t shared;      /* takes further pieces that fit */
+    int32_t sealed;      /* takes none for now */
+} Extent;
 
+typedef struct { uint64_t address, nbytes; } Piece;
 typedef struct { uint64_t address, nbytes; int device; } Region;
 
 typedef struct {
@@ -109,16 +115,21 @@ typedef struct {
     size_t granularity;
     AllocationProp prop;
     AccessDesc access;
+    uint64_t shared_bytes; /* in extents that pieces share */
 } Device;
 
 enum { MAX_DEVICES = 64 };
 static const uint64_t REGION_BYTES = 1ull << 37; /* of addresses, not of memory */
+static const uint64_t SHARED_BYTES = 64ull << 20; /* the largest extent that pieces share */
+static const uint64_t SHARED_PARTS = 16; /* a new one is this part of all of them, so that little lies idle */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int is_open;
 static Device devices[MAX_DEVICES];
-static Segment *segments; /* sorted by address */
-static size_t num_segments, capacity_segments;
+static Extent *extents; /* sorted by address */
+static size_t num_extents, capacity_extents;
+static Piece *pieces; /* sorted by address */
+static size_t num_pieces, capacity_pieces;
 static Region *regions;
 static size_t num_regions;
 static uint64_t next_serial = 1;
@@ -176,51 +187,90 @@ static void device_leave(void) {
 
 /* ---- tables ---- */
 
-/* Index of the first segment at or after `address`. */
-static size_t find(uint64_t address) {
-    size_t low = 0, high = num_segments;
+/* Both tables begin with an address in each element. */
+static uint64_t address_at(const void *table, size_t size, size_t index) {
+    return *(const uint64_t *)((const char *)table + index * size);
+}
+
+/* Index of the first element at or after `address`. */
+static size_t find_in(const void *table, size_t size, size_t num, uint64_t address) {
+    size_t low = 0, high = num;
     while (low < high) {
         size_t middle = (low + high) / 2;
-        if (segments[middle].address < address) low = middle + 1;
+        if (address_at(table, size, middle) < address) low = middle + 1;
         else high = middle;
     }
     return low;
 }
 
-static int insert(Segment segment) {
-    if (num_segments == capacity_segments) {
-        size_t capacity = capacity_segments ? 2 * capacity_segments : 256;
-        Segment *grown = realloc(segments, capacity * sizeof *grown);
-        if (!grown) return NO_HOST_MEMORY;
-        segments = grown;
-        capacity_segments = capacity;
-    }
-    size_t at = find(segment.address);
-    memmove(segments + at + 1, segments + at, (num_segments - at) * sizeof *segments);
-    segments[at] = segment;
-    num_segments++;
+static size_t find(uint64_t address) { return find_in(extents, sizeof *extents, num_extents, address); }
+static size_t find_piece(uint64_t address) { return find_in(pieces, sizeof *pieces, num_pieces, address); }
+
+/* The extent that contains `address`. */
+static size_t extent_of(uint64_t address) {
+    size_t at = find(address);
+    return at < num_extents && extents[at].address == address ? at : at - 1;
+}
+
+static int grow(void **table, size_t size, size_t num, size_t *capacity) {
+    if (num < *capacity) return 0;
+    size_t wanted = *capacity ? 2 * *capacity : 256;
+    void *grown = realloc(*table, wanted * size);
+    if (!grown) return NO_HOST_MEMORY;
+    *table = grown;
+    *capacity = wanted;
     return 0;
 }
 
-static void erase(size_t at) {
-    num_segments--;
-    memmove(segments + at, segments + at + 1, (num_segments - at) * sizeof *segments);
+static int insert_extent(Extent extent) {
+    if (grow((void **)&extents, sizeof *extents, num_extents, &capacity_extents)) return NO_HOST_MEMORY;
+    size_t at = find(extent.address);
+    memmove(extents + at + 1, extents + at, (num_extents - at) * sizeof *extents);
+    extents[at] = extent;
+    num_extents++;
+    return 0;
 }
 
-/* The first gap of `nbytes` addresses in a region, 0 if there is none. Neighbours can share driver calls. */
-static uint64_t gap_in(const Region *region, uint64_t nbytes) {
-    uint64_t at = region->address, end = region->address + region->nbytes;
-    for (size_t i = find(at); i < num_segments && segments[i].address < end; i++) {
-        if (segments[i].address - at >= nbytes) return at;
-        at = segments[i].address + segments[i].nbytes;
+static void erase_extent(size_t at) {
+    if (extents[at].shared) devices[extents[at].device].shared_bytes -= extents[at].nbytes;
+    num_extents--;
+    memmove(extents + at, extents + at + 1, (num_extents - at) * sizeof *extents);
+}
+
+static int insert_piece(Piece piece) {
+    if (grow((void **)&pieces, sizeof *pieces, num_pieces, &capacity_pieces)) return NO_HOST_MEMORY;
+    size_t at = find_piece(piece.address);
+    memmove(pieces + at + 1, pieces + at, (num_pieces - at) * sizeof *pieces);
+    pieces[at] = piece;
+    num_pieces++;
+    extents[extent_of(piece.address)].used_bytes += piece.nbytes;
+    return 0;
+}
+
+static void erase_piece(size_t at) {
+    extents[extent_of(pieces[at].address)].used_bytes -= pieces[at].nbytes;
+    num_pieces--;
+    memmove(pieces + at, pieces + at + 1, (num_pieces - at) * sizeof *pieces);
+}
+
+/* The first `nbytes` addresses in [begin, end) that no element of a table takes; 0 if there are none. */
+static uint64_t gap_in(const void *table, size_t size, size_t num, uint64_t begin, uint64_t end, uint64_t nbytes) {
+    for (size_t i = find_in(table, size, num, begin); i < num; i++) {
+        const uint64_t *element = (const uint64_t *)((const char *)table + i * size); /* address, bytes */
+        if (element[0] >= end) break;
+        if (element[0] - begin >= nbytes) return begin;
+        begin = element[0] + element[1];
     }
-    return end - at >= nbytes ? at : 0;
+    return end - begin >= nbytes ? begin : 0;
 }
 
-/* Addresses for a new segment; reserves a region when no gap is left. */
+/* Addresses for a new extent; reserves a region when no gap is left. Neighbours can share driver calls. */
 static int take_addresses(int device, uint64_t nbytes, uint64_t *address, Failure *failure) {
-    for (size_t i = 0; i < num_regions; i++)
-        if (regions[i].device == device && (*address = gap_in(&regions[i], nbytes))) return 0;
+    for (size_t i = 0; i < num_regions; i++) {
+        uint64_t begin = regions[i].address, end = begin + regions[i].nbytes;
+        if (regions[i].device != device) continue;
+        if ((*address = gap_in(extents, sizeof *extents, num_extents, begin, end, nbytes))) return 0;
+    }
     Region *grown = realloc(regions, (num_regions + 1) * sizeof *grown);
     if (!grown) return fail(failure, NO_HOST_MEMORY, "realloc", 0, nbytes);
     regions = grown;
@@ -234,76 +284,76 @@ static int take_addresses(int device, uint64_t nbytes, uint64_t *address, Failur
 
 /* ---- pages ---- */
 
-static int pages_create(Segment *segment, Failure *failure) {
-    int code = driver.create(&segment->handle, segment->nbytes, &devices[segment->device].prop, 0);
-    return fail(failure, code, "cuMemCreate", segment->address, segment->nbytes);
+static int pages_create(Extent *extent, Failure *failure) {
+    int code = driver.create(&extent->handle, extent->nbytes, &devices[extent->device].prop, 0);
+    return fail(failure, code, "cuMemCreate", extent->address, extent->nbytes);
 }
 
-static int pages_map(const Segment *segment, Failure *failure) {
-    int code = driver.map(segment->address, segment->nbytes, 0, segment->handle, 0);
-    return fail(failure, code, "cuMemMap", segment->address, segment->nbytes);
+static int pages_map(const Extent *extent, Failure *failure) {
+    int code = driver.map(extent->address, extent->nbytes, 0, extent->handle, 0);
+    return fail(failure, code, "cuMemMap", extent->address, extent->nbytes);
 }
 
-/* Allow access to segments that follow each other in the address space, in one call for each unbroken run. */
+/* Allow access to extents that follow each other in the address space, in one call for each unbroken run. */
 static int pages_open(const size_t *chosen, size_t count, Failure *failure) {
     for (size_t i = 0, j; i < count; i = j) {
-        const Segment *first = &segments[chosen[i]];
+        const Extent *first = &extents[chosen[i]];
         uint64_t end = first->address + first->nbytes;
-        for (j = i + 1; j < count && segments[chosen[j]].address == end; j++) end += segments[chosen[j]].nbytes;
+        for (j = i + 1; j < count && extents[chosen[j]].address == end; j++) end += extents[chosen[j]].nbytes;
         int code = driver.set_access(first->address, end - first->address, &devices[first->device].access, 1);
         if (code) return fail(failure, code, "cuMemSetAccess", first->address, end - first->address);
     }
     return 0;
 }
 
-/* New pages for segments of one device that have none: all of them or none of them. */
+/* New pages for extents of one device that have none: all of them or none of them. */
 static int pages_take(const size_t *chosen, size_t count, Failure *failure) {
     size_t created = 0, mapped = 0;
     int code = 0;
     for (; created < count; created++)
-        if ((code = pages_create(&segments[chosen[created]], failure))) goto undo;
+        if ((code = pages_create(&extents[chosen[created]], failure))) goto undo;
     for (; mapped < count; mapped++)
-        if ((code = pages_map(&segments[chosen[mapped]], failure))) goto undo;
+        if ((code = pages_map(&extents[chosen[mapped]], failure))) goto undo;
     if ((code = pages_open(chosen, count, failure))) goto undo;
-    for (size_t i = 0; i < count; i++) segments[chosen[i]].mapped = 1;
+    for (size_t i = 0; i < count; i++) extents[chosen[i]].mapped = 1;
     return 0;
 undo:
-    while (mapped-- > 0) driver.unmap(segments[chosen[mapped]].address, segments[chosen[mapped]].nbytes);
-    while (created-- > 0) driver.release(segments[chosen[created]].handle);
+    while (mapped-- > 0) driver.unmap(extents[chosen[mapped]].address, extents[chosen[mapped]].nbytes);
+    while (created-- > 0) driver.release(extents[chosen[created]].handle);
     return code;
 }
 
 /* Undo of a `pages_give` that stopped half-way: the same pages, contents included, at their addresses again.
- * Should the driver refuse this too, the segments stay without pages, and say so. */
+ * Should the driver refuse this too, the extents stay without pages, and say so. */
 static void pages_put_back(const size_t *chosen, size_t count) {
     Failure ignored;
     size_t mapped = 0;
-    while (mapped < count && !pages_map(&segments[chosen[mapped]], &ignored)) mapped++;
+    while (mapped < count && !pages_map(&extents[chosen[mapped]], &ignored)) mapped++;
     if (mapped == count && !pages_open(chosen, count, &ignored)) return;
-    while (mapped-- > 0) driver.unmap(segments[chosen[mapped]].address, segments[chosen[mapped]].nbytes);
+    while (mapped-- > 0) driver.unmap(extents[chosen[mapped]].address, extents[chosen[mapped]].nbytes);
     for (size_t i = 0; i < count; i++) {
-        driver.release(segments[chosen[i]].handle);
-        segments[chosen[i]].mapped = 0;
+        driver.release(extents[chosen[i]].handle);
+        extents[chosen[i]].mapped = 0;
     }
 }
 
-/* Give the pages of mapped segments of one device back. Handles are let go last: until then a failure can be
+/* Give the pages of mapped extents of one device back. Handles are let go last: until then a failure can be
  * undone without losing a byte. */
 static int pages_give(const size_t *chosen, size_t count, Failure *failure) {
     int code = 0;
     for (size_t i = 0; i < count; i++) {
-        const Segment *segment = &segments[chosen[i]];
-        if ((code = driver.unmap(segment->address, segment->nbytes))) {
-            fail(failure, code, "cuMemUnmap", segment->address, segment->nbytes);
+        const Extent *extent = &extents[chosen[i]];
+        if ((code = driver.unmap(extent->address, extent->nbytes))) {
+            fail(failure, code, "cuMemUnmap", extent->address, extent->nbytes);
             pages_put_back(chosen, i);
             return code;
         }
     }
     for (size_t i = 0; i < count; i++) {
-        Segment *segment = &segments[chosen[i]];
-        int refused = driver.release(segment->handle);
-        if (refused && !code) code = fail(failure, refused, "cuMemRelease", segment->address, segment->nbytes);
-        segment->mapped = 0;
+        Extent *extent = &extents[chosen[i]];
+        int refused = driver.release(extent->handle);
+        if (refused && !code) code = fail(failure, refused, "cuMemRelease", extent->address, extent->nbytes);
+        extent->mapped = 0;
     }
     return code;
 }
@@ -315,19 +365,71 @@ static void note_background(const Failure *failure) {
     num_background++;
 }
 
-static int allocate(uint64_t nbytes, int device, uint64_t *address, Failure *failure) {
-    const size_t unit = devices[device].granularity;
-    Segment segment = {.nbytes = (nbytes + unit - 1) / unit * unit, .device = device, .serial = next_serial};
-    int code = take_addresses(device, segment.nbytes, &segment.address, failure);
+/* A place for a small piece in an extent of `device` that has pages; 0 if there is none. */
+static uint64_t place_in_shared(int device, uint64_t nbytes) {
+    for (size_t i = 0; i < num_extents; i++) {
+        const Extent *e = &extents[i];
+        if (e->device != device || !e->shared || e->sealed || !e->mapped) continue;
+        if (e->nbytes - e->used_bytes < nbytes) continue;
+        uint64_t at = gap_in(pieces, sizeof *pieces, num_pieces, e->address, e->address + e->nbytes, nbytes);
+        if (at) return at;
+    }
+    return 0;
+}
+
+static int new_extent(int device, uint64_t nbytes, int shared, uint64_t *address, Failure *failure) {
+    Extent extent = {.nbytes = nbytes, .device = device, .shared = shared, .serial = next_serial};
+    int code = take_addresses(device, nbytes, &extent.address, failure);
     if (code) return code;
-    if ((code = insert(segment))) return fail(failure, code, "realloc", 0, nbytes);
-    size_t at = find(segment.address);
+    if ((code = insert_extent(extent))) return fail(failure, code, "realloc", 0, nbytes);
+    if (shared) devices[device].shared_bytes += nbytes;
+    size_t at = find(extent.address);
     if ((code = pages_take(&at, 1, failure))) {
-        erase(at);
+        erase_extent(at);
         return code;
     }
     next_serial++;
-    *address = segment.address;
+    *address = extent.address;
+    return 0;
+}
+
+static uint64_t round_up(uint64_t nbytes, uint64_t unit) { return (nbytes + unit - 1) / unit * unit; }
+
+/* Addresses with pages for a piece: in an extent that it shares, or in a new one. */
+static int place(uint64_t nbytes, int device, uint64_t *address, Failure *failure) {
+    if (nbytes > SHARED_BYTES / 2) return new_extent(device, nbytes, 0, address, failure);
+    if ((*address = place_in_shared(device, nbytes))) return 0;
+    uint64_t wanted = devices[device].shared_bytes / SHARED_PARTS;
+    if (wanted > SHARED_BYTES) wanted = SHARED_BYTES;
+    wanted -= wanted % nbytes; /* more pieces of this size fill it */
+    if (wanted > nbytes && !new_extent(device, wanted, 1, address, failure)) return 0;
+    return new_extent(device, nbytes, 1, address, failure); /* exactly as much: the first, or memory is short */
+}
+
+static int allocate(uint64_t nbytes, int device, uint64_t *address, Failure *failure) {
+    nbytes = round_up(nbytes, devices[device].granularity);
+    int code = place(nbytes, device, address, failure);
+    if (code) return code;
+    if (!insert_piece((Piece){*address, nbytes})) return 0;
+    size_t at = extent_of(*address);
+    Failure ignored;
+    if (!extents[at].used_bytes && !pages_give(&at, 1, &ignored)) erase_extent(at);
+    return fail(failure, NO_HOST_MEMORY, "realloc", 0, nbytes);
+}
+
+/* Forget a piece, and give its extent back when it was the last one in there. Waits first, as cudaFree does:
+ * the memory may go to somebody else at once. */
+static int release(uint64_t address, Failure *failure) {
+    size_t piece = find_piece(address);
+    if (piece == num_pieces || pieces[piece].address != address)
+        return fail(failure, NO_SUCH_EXTENT, "free", address, 0);
+    size_t at = extent_of(address);
+    int code = extents[at].mapped ? fail(failure, driver.synchronize(), "cuCtxSynchronize", 0, 0) : 0;
+    int is_last = extents[at].used_bytes == pieces[piece].nbytes;
+    if (!code && is_last && extents[at].mapped) code = pages_give(&at, 1, failure);
+    if (code) return code; /* the piece stays in the table: torch has forgotten it, the account has not */
+    erase_piece(piece);
+    if (is_last) erase_extent(at);
     return 0;
 }
 
@@ -354,19 +456,14 @@ EXPORT void torpor_vmm_free(void *pointer, ssize_t nbytes, int device, void *str
     pthread_mutex_lock(&mutex);
     int code = device_enter(device, &failure);
     if (!code) {
-        size_t at = find((uint64_t)(uintptr_t)pointer);
-        if (at == num_segments || segments[at].address != (uint64_t)(uintptr_t)pointer)
-            code = fail(&failure, NO_SUCH_SEGMENT, "free", (uint64_t)(uintptr_t)pointer, 0);
-        else if (segments[at].mapped && !(code = fail(&failure, driver.synchronize(), "cuCtxSynchronize", 0, 0)))
-            code = pages_give(&at, 1, &failure); /* waited first, as cudaFree does */
-        if (!code) erase(at);
+        code = release((uint64_t)(uintptr_t)pointer, &failure);
         device_leave();
     }
     if (code) note_background(&failure);
     pthread_mutex_unlock(&mutex);
 }
 
-/* ---- exported: pages of many segments at once ---- */
+/* ---- exported: pages of many extents at once ---- */
 
 static int compare(const void *left, const void *right) {
     const size_t a = *(const size_t *)left, b = *(const size_t *)right;
@@ -378,9 +475,9 @@ static int choose(const uint64_t *addresses, size_t count, int mapped, size_t *c
     *num = 0;
     for (size_t i = 0; i < count; i++) {
         size_t at = find(addresses[i]);
-        if (at == num_segments || segments[at].address != addresses[i])
-            return fail(failure, NO_SUCH_SEGMENT, "find", addresses[i], 0);
-        if (segments[at].mapped != mapped) chosen[(*num)++] = at;
+        if (at == num_extents || extents[at].address != addresses[i])
+            return fail(failure, NO_SUCH_EXTENT, "find", addresses[i], 0);
+        if (extents[at].mapped != mapped) chosen[(*num)++] = at;
     }
     qsort(chosen, *num, sizeof *chosen, compare);
     size_t unique = 0;
@@ -399,7 +496,7 @@ static int change(const uint64_t *addresses, size_t count, int device, int mappe
     if (!code) {
         code = choose(addresses, count, mapped, chosen, &num, failure);
         if (!code) code = mapped ? pages_take(chosen, num, failure) : pages_give(chosen, num, failure);
-        for (size_t i = 0; !code && i < num; i++) *nbytes += segments[chosen[i]].nbytes;
+        for (size_t i = 0; !code && i < num; i++) *nbytes += extents[chosen[i]].nbytes;
         device_leave();
     }
     pthread_mutex_unlock(&mutex);
@@ -407,13 +504,13 @@ static int change(const uint64_t *addresses, size_t count, int device, int mappe
     return code;
 }
 
-/* Give back the pages of the segments of `device` that start at `addresses`. Segments without pages are left
+/* Give back the pages of the extents of `device` that start at `addresses`. Extents without pages are left
  * as they are. `nbytes`: bytes given back. */
 EXPORT int torpor_vmm_unmap(const uint64_t *addresses, size_t count, int device, uint64_t *nbytes, Failure *failure) {
     return change(addresses, count, device, 0, nbytes, failure);
 }
 
-/* New pages, contents undefined, for the segments that start at `addresses`; the counterpart of the above. */
+/* New pages, contents undefined, for the extents that start at `addresses`; the counterpart of the above. */
 EXPORT int torpor_vmm_map(const uint64_t *addresses, size_t count, int device, uint64_t *nbytes, Failure *failure) {
     return change(addresses, count, device, 1, nbytes, failure);
 }
@@ -445,7 +542,15 @@ EXPORT const char *torpor_vmm_error_text(int code) {
     return NULL;
 }
 
-/* Grows with every new segment. */
+/* Whether later pieces stay out of the extents that `device` has now. */
+EXPORT void torpor_vmm_seal(int device, int sealed) {
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < num_extents; i++)
+        if (extents[i].device == device) extents[i].sealed = sealed;
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Grows with every new extent. */
 EXPORT uint64_t torpor_vmm_serial(void) {
     pthread_mutex_lock(&mutex);
     uint64_t serial = next_serial;
@@ -453,11 +558,11 @@ EXPORT uint64_t torpor_vmm_serial(void) {
     return serial;
 }
 
-/* Copy up to `capacity` segments, sorted by address; returns how many there are. */
-EXPORT size_t torpor_vmm_segments(Segment *out, size_t capacity) {
+/* Copy up to `capacity` extents, sorted by address; returns how many there are. */
+EXPORT size_t torpor_vmm_extents(Extent *out, size_t capacity) {
     pthread_mutex_lock(&mutex);
-    size_t num = num_segments;
-    if (num) memcpy(out, segments, (num < capacity ? num : capacity) * sizeof *out);
+    size_t num = num_extents;
+    if (num) memcpy(out, extents, (num < capacity ? num : capacity) * sizeof *out);
     pthread_mutex_unlock(&mutex);
     return num;
 }

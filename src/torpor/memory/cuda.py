@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -63,12 +63,15 @@ def _nvml_used_bytes(index: int) -> int:
     return sum(p.usedGpuMemory or 0 for p in processes if p.pid == os.getpid())
 
 
+PoolId = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Live blocks of some segments, sorted by address. One array element a block.
+    """The live blocks in some stretches of memory, sorted by address; one array element a block.
 
-    Example: `Blocks(address=[0x7f00, 0x8f00], nbytes=[512, 1024], requested=[400, 1024], segment=[0, 0],
-    pools=[(0, 1)])`.
+    Example: `Blocks(address=[0x7f00, 0x8f00], nbytes=[512, 1024], requested=[400, 1024], stretch=[0, 0],
+    pool=[0, 0], pools=[(0, 1)], homes=[[0]])`.
     """
 
     address: Int64s
@@ -76,29 +79,40 @@ class Blocks:
     """Bytes of the block, the allocator's rounding included."""
     requested: Int64s
     """Bytes that were asked for: those of the storage that owns the block."""
-    segment: Int64s
-    """Index of the block's segment in the addresses that were asked about."""
-    pools: list[tuple[int, int]]
-    """The memory pool of each segment, in the order of the addresses that were asked about."""
+    stretch: Int64s
+    """Index of the stretch it lies in."""
+    pool: Int64s
+    """Index of its memory pool in `pools`."""
+    pools: list[PoolId]
+    """The memory pools that have segments in the stretches, with live blocks or without."""
+    homes: list[list[int]]
+    """For each of the pools, the stretches its segments lie in."""
 
 
-def live_blocks(segments: Int64s) -> Blocks:
-    """The live blocks of the segments that start at the sorted addresses `segments`, by torch's account."""
-    index = {address: i for i, address in enumerate(segments.tolist())}
-    pools = [(0, 0)] * len(index)
-    rows: list[tuple[int, int, int, int]] = []
+def live_blocks(begin: Int64s, end: Int64s) -> Blocks:
+    """The live blocks in the stretches `begin[i]` to `end[i]` (sorted, not overlapping), by torch's account."""
+    begins, ends = begin.tolist(), end.tolist()
+    index: dict[PoolId, int] = {}
+    homes: list[set[int]] = []
+    # plain lists of numbers: a tuple a block would wake the garbage collector
+    columns: tuple[list[int], ...] = ([], [], [], [], [])
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        at = index.get(segment["address"])
-        if at is None:
+        at = bisect_right(begins, segment["address"]) - 1
+        if at < 0 or segment["address"] >= ends[at]:
             continue
-        pools[at] = tuple(segment["segment_pool_id"])
-        rows += [
-            (block["address"], block["size"], block["requested_size"], at)
-            for block in segment["blocks"]
-            if block["state"] == _LIVE
-        ]
-    table = np.array(sorted(rows), np.int64).reshape(-1, 4)
-    return Blocks(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy(), table[:, 3].copy(), pools)
+        pool = index.setdefault(tuple(segment["segment_pool_id"]), len(index))
+        if pool == len(homes):
+            homes.append(set())
+        homes[pool].add(at)
+        live = [block for block in segment["blocks"] if block["state"] == _LIVE]
+        columns[0].extend([block["address"] for block in live])
+        columns[1].extend([block["size"] for block in live])
+        columns[2].extend([block["requested_size"] for block in live])
+        columns[3].extend([at] * len(live))
+        columns[4].extend([pool] * len(live))
+    table = np.array(columns, np.int64)
+    address, nbytes, requested, stretch, pool_of = table[:, np.argsort(table[0])]
+    return Blocks(address, nbytes, requested, stretch, pool_of, list(index), [sorted(home) for home in homes])
 
 
 def borrow(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -134,9 +148,7 @@ def self_test(backend: MemoryBackend, storage: torch.UntypedStorage) -> None:
         UnsupportedError: something is in the way; the message has what the allocator is set to.
     """
     if storage.nbytes() < _SELF_TEST_BYTES:
-        raise MemoryBackendError(
-            f"a self-test needs {_SELF_TEST_BYTES} bytes, the storage has {storage.nbytes()}"
-        )
+        raise MemoryBackendError(f"a self-test needs {_SELF_TEST_BYTES} bytes, the storage has {storage.nbytes()}")
     refusal = backend.refusal(storage)
     if refusal is None:
         for _ in range(_SELF_TEST_TRIES):
@@ -169,8 +181,3 @@ def _try_once(backend: MemoryBackend, storage: torch.UntypedStorage) -> str | No
     if rise < nbytes:
         return f"the driver shows {rise} bytes more free after {nbytes} bytes were given back"
     return None
-
-
-def own_addresses(storages: Collection[torch.UntypedStorage]) -> Int64s:
-    """Where storages begin."""
-    return np.fromiter((storage.data_ptr() for storage in storages), np.int64, len(storages))

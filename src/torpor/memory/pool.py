@@ -1,4 +1,4 @@
-"""Which allocations of which thread go into segments that can sleep."""
+"""Which allocations of which thread go into memory that can sleep."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from enum import Enum, auto
 import torch
 
 from torpor.errors import StateError
+from torpor.memory.cuda import PoolId
 from torpor.memory.vmm_library import VmmLibrary
-
-PoolId = tuple[int, int]
 
 
 class PoolState(Enum):
     """What may be done with a pool that was set aside."""
 
     AWAKE = auto()
-    """All its segments have pages: torch may allocate in it."""
+    """All its memory has pages: torch may allocate in it."""
     ASLEEP = auto()
     DEAD = auto()
     """It slept, and nothing in it is alive: its addresses can go."""
@@ -45,6 +44,7 @@ class Pools:
     """
 
     def __init__(self, library: VmmLibrary) -> None:
+        self._library = library
         self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
             str(library.path), "torpor_vmm_malloc", "torpor_vmm_free"
         )
@@ -56,7 +56,7 @@ class Pools:
         self.generation = 0
         """Grows whenever blocks may have been allocated since the last `suspend`."""
         self.states: Callable[[int], Mapping[PoolId, PoolState]] = lambda device: {}
-        """The state of each pool of a device that has segments; set by the backend."""
+        """The state of each pool of a device that has memory; set by the backend."""
 
     @contextmanager
     def use(self, device: int, all_threads: bool) -> Iterator[None]:
@@ -81,9 +81,8 @@ class Pools:
         with self.lock:
             scopes = [scope for scope in self._open if scope.device == device]
             if any(scope.thread not in (None, threading.get_ident()) for scope in scopes):
-                raise StateError(
-                    "another thread is inside torpor.pool(): its allocations would race with the sleep"
-                )
+                raise StateError("another thread is inside torpor.pool(): its allocations would race with the sleep")
+            self._library.seal(device, True)
             self._aside.setdefault(device, []).extend(self._usable.pop(device, []))
             for scope in scopes:
                 self._stop(scope)
@@ -120,6 +119,8 @@ class Pools:
                 self._usable.setdefault(device, []).append(mempool)
             elif state is PoolState.ASLEEP:
                 self._aside.setdefault(device, []).append(mempool)
+        if not self._aside.get(device):
+            self._library.seal(device, False)
 
     def _new(self, device: int) -> torch.cuda.MemPool:
         with torch.cuda.device(device):

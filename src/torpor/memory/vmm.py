@@ -4,10 +4,10 @@
         model = Model().cuda()
         optimizer = AdamW(model.parameters())
 
-What is allocated inside lies in segments of our own (`_vmm.c`). A segment is what torch's caching allocator
-asks for at once; several storages of up to 10 MiB share one. Its pages can go when every live block in it
-belongs to a storage that sleeps, so components that sleep apart from each other are best allocated in turn,
-not interleaved.
+What is allocated inside lies in extents of our own (`_vmm.c`): stretches of addresses with one set of pages.
+A storage of more than 32 MiB has one to itself, smaller ones share extents of at most 64 MiB. The pages of an
+extent can go when every live block in it belongs to a storage that sleeps, so components that sleep apart from
+each other are best allocated in turn, not interleaved.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torpor.errors import MemoryBackendError, NotEnoughMemoryError, TorporError
 from torpor.memory import cuda
 from torpor.memory.base import MemoryBackend
-from torpor.memory.cuda import Blocks, Int64s, live_blocks, own_addresses
-from torpor.memory.pool import PoolId, Pools, PoolState
-from torpor.memory.vmm_library import DriverError, Segments, VmmLibrary, vmm_library
+from torpor.memory.cuda import Blocks, Int64s, PoolId, live_blocks
+from torpor.memory.pool import Pools, PoolState
+from torpor.memory.vmm_library import DriverError, Extents, VmmLibrary, vmm_library
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,71 +71,70 @@ def vmm_backend() -> VmmBackend:
 class _Survey:
     """What lay where on one device when the allocator was last looked at, and which of it sleeps."""
 
-    segments: Segments
+    extents: Extents
     blocks: Blocks
     asleep: Bools
     """For each block, whether its contents are somewhere else."""
     awake_in: Int64s
-    """For each segment, its live blocks that are not asleep."""
-    share: dict[int, tuple[int, int]]
-    """For each block by address: bytes that were asked for, and bytes that its sleep gives back."""
+    """For each extent, its live blocks that are not asleep."""
+    index: dict[int, int]
+    """Block by address."""
+    gives: list[int]
+    """For each block what its sleep gives back: its extent if it is alone there, else itself."""
     generation: int
     """Of the pools; a later one may have allocated more."""
     serial: int
-    """Of the library; a later one has more segments."""
+    """Of the library; a later one has more extents."""
 
     def covered(self, storages: Sequence[torch.UntypedStorage]) -> Int64s:
         """For each storage the index of the block it owns; -1 if it owns none, or a part of one only."""
-        if not len(self.blocks.address):
-            return np.full(len(storages), -1)
-        begin = own_addresses(storages)
-        nbytes = np.fromiter((storage.nbytes() for storage in storages), np.int64, len(storages))
-        at = np.searchsorted(self.blocks.address, begin).clip(max=len(self.blocks.address) - 1)
-        return np.where((self.blocks.address[at] == begin) & (self.blocks.requested[at] <= nbytes), at, -1)
+        return np.fromiter((self._covered(storage) for storage in storages), np.int64, len(storages))
+
+    def _covered(self, storage: torch.UntypedStorage) -> int:
+        at = self.index.get(storage.data_ptr(), -1)
+        return at if at < 0 or self.blocks.requested[at] <= storage.nbytes() else -1
 
     def mark(self, blocks: Int64s, asleep: bool) -> Int64s:
         """Mark blocks; return those that changed."""
         changed = np.unique(blocks[self.asleep[blocks] != asleep])
         self.asleep[changed] = asleep
-        counts = np.bincount(self.blocks.segment[changed], minlength=len(self.awake_in))
+        counts = np.bincount(self.blocks.stretch[changed], minlength=len(self.awake_in))
         self.awake_in += -counts if asleep else counts
         return changed
 
     def mates(self, blocks: Int64s) -> Bools:
-        """For each segment, whether one of `blocks` is in its memory pool."""
-        pools = self.blocks.pools
-        touched = {pools[segment] for segment in np.unique(self.blocks.segment[blocks]).tolist()}
-        return np.fromiter((pool_id in touched for pool_id in pools), np.bool_, len(pools))
+        """For each extent, whether it has memory of a pool that one of `blocks` is in."""
+        found = np.zeros(len(self.extents), np.bool_)
+        for pool_index in np.unique(self.blocks.pool[blocks]).tolist():
+            found[self.blocks.homes[pool_index]] = True
+        return found
 
     def empty(self) -> Bools:
-        """For each segment, whether it holds cached free memory only."""
-        return np.equal(np.bincount(self.blocks.segment, minlength=len(self.segments)), 0)
+        """For each extent, whether it holds cached free memory only."""
+        return np.equal(np.bincount(self.blocks.stretch, minlength=len(self.extents)), 0)
 
 
-def _new_survey(segments: Segments, generation: int, serial: int, before: _Survey | None) -> _Survey:
-    blocks = live_blocks(segments["address"])
-    num_segments = len(segments)
-    alone = np.bincount(blocks.segment, minlength=num_segments)[blocks.segment] == 1
-    gives = np.where(alone, segments["nbytes"][blocks.segment], blocks.nbytes)
-    share = dict(
-        zip(blocks.address.tolist(), zip(blocks.requested.tolist(), gives.tolist(), strict=True), strict=True)
-    )
+def _new_survey(extents: Extents, generation: int, serial: int, before: _Survey | None) -> _Survey:
+    blocks = live_blocks(extents["address"], extents["address"] + extents["nbytes"])
     asleep = np.zeros(len(blocks.address), np.bool_)
-    if before is not None:
-        slept = set(_keys(before)[before.asleep].tolist())
-        asleep[:] = [key in slept for key in _keys_of(segments, blocks).tolist()] if slept else False
-    awake_in = np.bincount(blocks.segment[~asleep], minlength=num_segments)
-    return _Survey(segments, blocks, asleep, awake_in, share, generation, serial)
+    slept = set(_keys(before)[before.asleep].tolist()) if before is not None else set()
+    if slept:
+        asleep[:] = [key in slept for key in _keys_of(extents, blocks).tolist()]
+    awake_in = np.bincount(blocks.stretch[~asleep], minlength=len(extents))
+    index = dict(zip(blocks.address.tolist(), range(len(asleep)), strict=True))
+    alone = np.bincount(blocks.stretch, minlength=len(extents))[blocks.stretch] == 1
+    gives = np.where(alone, extents["nbytes"][blocks.stretch], blocks.nbytes).tolist()
+    return _Survey(extents, blocks, asleep, awake_in, index, gives, generation, serial)
 
 
 def _keys(survey: _Survey) -> npt.NDArray[np.void]:
-    return _keys_of(survey.segments, survey.blocks)
+    return _keys_of(survey.extents, survey.blocks)
 
 
-def _keys_of(segments: Segments, blocks: Blocks) -> npt.NDArray[np.void]:
-    """For each block its segment's serial and its address: what tells it from a later one in its place."""
+def _keys_of(extents: Extents, blocks: Blocks) -> npt.NDArray[np.void]:
+    """For each block its extent's serial and its address: what tells it from a later one in its place."""
     keys = np.empty(len(blocks.address), [("serial", np.int64), ("address", np.int64)])
-    keys["serial"] = segments["serial"][blocks.segment]
+    keys["serial"] = extents["serial"][blocks.stretch]
     keys["address"] = blocks.address
     return keys
 
@@ -152,7 +151,7 @@ def _exclusive(method: Callable[Concatenate[VmmBackend, P], R]) -> Callable[Conc
 
 
 class VmmBackend(MemoryBackend):
-    """Gives back the pages of segments whose live blocks all sleep, and takes new ones at the same addresses.
+    """Gives back the pages of extents whose live blocks all sleep, and takes new ones at the same addresses.
 
     One sleep: `prepare()` looks at the allocator, `strays()` names live blocks that nobody else knows,
     `release()` any number of times, later `restore()` any number of times. The caller has waited for all work
@@ -178,31 +177,32 @@ class VmmBackend(MemoryBackend):
         Raises:
             StateError: another thread is inside `pool()`.
         """
-        for device in {*self._library.segments()["device"].tolist(), *self._surveys}:
+        for device in {*self._library.extents()["device"].tolist(), *self._surveys}:
             self._look(device)
 
     def refusal(self, storage: torch.UntypedStorage) -> str | None:
         """Why not: the storage lies outside `torpor.pool()`, or is a part of somebody's block."""
         if storage.device.type != self.device_type:
             return f"vmm handles cuda memory, not {storage.device.type}"
-        known = self._known(storage)
-        if known is None:
+        survey, block = self._known(storage)
+        if block is None:
             return "allocated outside torpor.pool()"
-        if storage.nbytes() < known[0]:
-            return f"a part of a block of {known[0]} bytes that belongs to something else"
+        requested = survey.blocks.requested[block]
+        if storage.nbytes() < requested:
+            return f"a part of a block of {requested} bytes that belongs to something else"
         return None
 
     def releasable_bytes(self, storage: torch.UntypedStorage) -> int:
-        """The whole segment if the storage is alone in it, else its block; 0 outside `torpor.pool()`."""
-        known = self._known(storage)
-        return known[1] if known is not None else 0
+        """The whole extent if the storage is alone in it, else its block; 0 outside `torpor.pool()`."""
+        survey, block = self._known(storage)
+        return survey.gives[block] if block is not None else 0
 
     @_exclusive
     def strays(self, known: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Live blocks of the pools that are not in `known` and not asleep: as storages, by address.
 
         They own nothing: each stands for memory that some tensor out of sight owns, and is the same object
-        for as long as the block lives. The segment of such a block keeps its pages until it sleeps too.
+        for as long as the block lives. The extent of such a block keeps its pages until it sleeps too.
         """
         found: dict[tuple[int, int, int], torch.UntypedStorage] = {}
         living: set[tuple[int, int, int]] = set()
@@ -217,17 +217,15 @@ class VmmBackend(MemoryBackend):
             living.update(keys)
             for at in np.flatnonzero(stray).tolist():
                 _, address, nbytes = key = keys[at]
-                found[key] = self._borrowed.get(key) or cuda.borrow(
-                    address, nbytes, torch.device("cuda", device)
-                )
+                found[key] = self._borrowed.get(key) or cuda.borrow(address, nbytes, torch.device("cuda", device))
         self._borrowed = {key: lent for key, lent in self._borrowed.items() if key in living} | found
         return list(found.values())
 
     @_exclusive
     def release(self, storages: Sequence[torch.UntypedStorage]) -> int:
-        """Mark storages as asleep; give back the segments of their pools in which nothing is awake any more.
+        """Mark storages as asleep; give back the extents of their pools in which nothing is awake any more.
 
-        A segment goes with the last of its storages, so what several calls give back adds up.
+        An extent goes with the last of its storages, so what several calls give back adds up.
         """
         given_bytes = 0
         done: list[torch.UntypedStorage] = []
@@ -248,7 +246,7 @@ class VmmBackend(MemoryBackend):
 
     @_exclusive
     def restore(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """New pages for the segments of `storages`, and for the cached free segments of their pools.
+        """New pages for the extents of `storages`, and for those with cached free memory of their pools.
 
         Raises:
             NotEnoughMemoryError: the driver has too few pages; both numbers inside.
@@ -277,9 +275,9 @@ class VmmBackend(MemoryBackend):
             survey = self._surveys.get(device) or self._survey(device)
             blocks = self._owned(survey, group)
             wanted = survey.empty() & survey.mates(blocks)
-            wanted[survey.blocks.segment[blocks]] = True
+            wanted[survey.blocks.stretch[blocks]] = True
             coming = self._with_pages(survey, wanted, mapped=False)
-            needed += int(survey.segments["nbytes"][np.isin(survey.segments["address"], coming)].sum())
+            needed += int(survey.extents["nbytes"][np.isin(survey.extents["address"], coming)].sum())
         return needed
 
     def free_bytes(self, device: torch.device) -> int:
@@ -301,7 +299,7 @@ class VmmBackend(MemoryBackend):
 
     def _survey(self, device: int) -> _Survey:
         generation, serial = self.pools.generation, self._library.serial()
-        survey = _new_survey(self._library.segments(device), generation, serial, self._surveys.get(device))
+        survey = _new_survey(self._library.extents(device), generation, serial, self._surveys.get(device))
         self._surveys[device] = survey
         return survey
 
@@ -312,13 +310,13 @@ class VmmBackend(MemoryBackend):
         return survey
 
     @_exclusive
-    def _known(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-        """Requested and releasable bytes of the block at the storage's address."""
+    def _known(self, storage: torch.UntypedStorage) -> tuple[_Survey, int | None]:
+        """The survey of the storage's device, and the block at its address."""
         device, address = storage.device.index, storage.data_ptr()
-        known = self._current(device).share.get(address)
-        if known is None and self._surveys[device].serial != self._library.serial():
-            known = self._look(device).share.get(address)
-        return known
+        survey = self._current(device)
+        if address not in survey.index and survey.serial != self._library.serial():
+            survey = self._look(device)
+        return survey, survey.index.get(address)
 
     def _owned(self, survey: _Survey, storages: Sequence[torch.UntypedStorage]) -> Int64s:
         blocks = survey.covered(storages)
@@ -331,31 +329,30 @@ class VmmBackend(MemoryBackend):
         return blocks
 
     def _with_pages(self, survey: _Survey, wanted: Bools, mapped: bool) -> list[int]:
-        """Addresses of the wanted segments that still exist and have pages (or have none)."""
-        now = self._library.segments()
+        """Addresses of the wanted extents that still exist and have pages (or have none)."""
+        now = self._library.extents()
         same = now["serial"][now["mapped"] == int(mapped)]
-        chosen = survey.segments[wanted]
+        chosen = survey.extents[wanted]
         return chosen["address"][np.isin(chosen["serial"], same)].tolist()  # type: ignore[no-any-return]
 
     @_exclusive
     def _pool_states(self, device: int) -> dict[PoolId, PoolState]:
         survey = self._survey(device)
+        mapped = survey.extents["mapped"] == 1
+        alive = set(survey.blocks.pool.tolist())
         states: dict[PoolId, PoolState] = {}
-        for i, pool_id in enumerate(survey.blocks.pools):
-            if survey.segments["mapped"][i] == 0:
-                states.setdefault(pool_id, PoolState.DEAD)
-        for i in np.unique(survey.blocks.segment).tolist():
-            if states.get(survey.blocks.pools[i]) is PoolState.DEAD:
-                states[survey.blocks.pools[i]] = PoolState.ASLEEP
+        for i, (pool_id, home) in enumerate(zip(survey.blocks.pools, survey.blocks.homes, strict=True)):
+            asleep = PoolState.ASLEEP if i in alive else PoolState.DEAD
+            states[pool_id] = PoolState.AWAKE if mapped[home].all() else asleep
         return states
 
     def _as_shortage(self, error: DriverError, survey: _Survey, addresses: list[int]) -> TorporError:
         if error.code != _CUDA_ERROR_OUT_OF_MEMORY:
             return error
-        segments = survey.segments[np.isin(survey.segments["address"], addresses)]
-        device = torch.device("cuda", int(segments["device"][0]))
+        extents = survey.extents[np.isin(survey.extents["address"], addresses)]
+        device = torch.device("cuda", int(extents["device"][0]))
         return NotEnoughMemoryError(
-            int(segments["nbytes"].sum()),
+            int(extents["nbytes"].sum()),
             cuda.free_bytes(device),
             str(device),
             "Free memory there and wake again.",

@@ -1,4 +1,4 @@
-"""The C library `_vmm.c` from Python: segments of device memory, and their pages, by the driver's codes."""
+"""The C library `_vmm.c` from Python: extents of device memory, and their pages, by the driver's codes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DRIVER_LIBRARY = "libcuda.so.1"
 _OWN_CODES = {
     -1: "the driver library cannot be opened, or is too old",
     -2: "no host memory",
-    -3: "not a segment of this pool",
+    -3: "not an extent of this pool",
     -4: "no such device",
 }
 
 
-#: One row a segment: one request of torch's caching allocator. A serial is never used again, unlike an
-#: address; `mapped` is 1 while the segment has pages.
-SEGMENT = np.dtype(
+#: One row an extent: addresses with one set of pages, for one or more requests of torch's caching allocator.
+#: A serial is never used again, unlike an address; `mapped` is 1 while the extent has pages.
+EXTENT = np.dtype(
     [
         ("address", np.int64),
         ("nbytes", np.int64),
@@ -34,9 +34,12 @@ SEGMENT = np.dtype(
         ("device", np.int32),
         ("mapped", np.int32),
         ("handle", np.uint64),
+        ("used_bytes", np.int64),
+        ("shared", np.int32),
+        ("sealed", np.int32),
     ]
 )
-Segments = npt.NDArray[np.void]
+Extents = npt.NDArray[np.void]
 
 
 class _Failure(ctypes.Structure):
@@ -74,37 +77,41 @@ class VmmLibrary:
                 f"({driver}) for CUDA 11.2 or newer"
             )
 
-    def segments(self, device: int | None = None) -> Segments:
-        """The segments of `device` or of all devices, as rows of `SEGMENT` sorted by address."""
+    def extents(self, device: int | None = None) -> Extents:
+        """The extents of `device` or of all devices, as rows of `EXTENT` sorted by address."""
         capacity = 0
         while True:
-            table = np.zeros(capacity, SEGMENT)
-            num: int = self._library.torpor_vmm_segments(table.ctypes.data, capacity)
+            table = np.zeros(capacity, EXTENT)
+            num: int = self._library.torpor_vmm_extents(table.ctypes.data, capacity)
             if num <= capacity:
                 return table[:num] if device is None else table[:num][table["device"][:num] == device]
             capacity = num + 64
 
+    def seal(self, device: int, sealed: bool) -> None:
+        """Keep later requests of torch out of the extents that `device` has now, or let them in again."""
+        self._library.torpor_vmm_seal(device, int(sealed))
+
     def serial(self) -> int:
-        """Grows with every new segment."""
+        """Grows with every new extent."""
         serial: int = self._library.torpor_vmm_serial()
         return serial
 
     def unmap(self, addresses: Sequence[int], device: int) -> int:
-        """Give back the pages of the segments that start at `addresses`; return the bytes given back.
+        """Give back the pages of the extents that start at `addresses`; return the bytes given back.
 
-        Segments without pages are left as they are. The caller has waited for all work that uses them.
+        Extents without pages are left as they are. The caller has waited for all work that uses them.
 
         Raises:
-            DriverError: the driver refused. The segments have their pages, contents included, unless
+            DriverError: the driver refused. The extents have their pages, contents included, unless
                 it refused the undo as well.
         """
         return self._change("give back", self._library.torpor_vmm_unmap, addresses, device)
 
     def map(self, addresses: Sequence[int], device: int) -> int:
-        """New pages, contents undefined, for segments that have none; return the bytes taken.
+        """New pages, contents undefined, for extents that have none; return the bytes taken.
 
         Raises:
-            DriverError: the driver refused. No segment has changed.
+            DriverError: the driver refused. No extent has changed.
         """
         return self._change("take", self._library.torpor_vmm_map, addresses, device)
 
@@ -114,16 +121,13 @@ class VmmLibrary:
         num: int = self._library.torpor_vmm_background_failure(ctypes.byref(failure))
         return num, self._describe(failure) if num else ""
 
-    def _change(
-        self, verb: str, call: ctypes._NamedFuncPointer, addresses: Sequence[int], device: int
-    ) -> int:
+    def _change(self, verb: str, call: ctypes._NamedFuncPointer, addresses: Sequence[int], device: int) -> int:
         table = (ctypes.c_uint64 * len(addresses))(*addresses)
         nbytes = ctypes.c_uint64()
         failure = _Failure()
         if call(table, len(addresses), device, ctypes.byref(nbytes), ctypes.byref(failure)):
             raise DriverError(
-                f"cannot {verb} the pages of {len(addresses)} segments on cuda:{device}: "
-                f"{self._describe(failure)}",
+                f"cannot {verb} the pages of {len(addresses)} extents on cuda:{device}: {self._describe(failure)}",
                 code=failure.code,
                 call=failure.call.decode(),
                 device=f"cuda:{device}",
@@ -143,8 +147,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.torpor_vmm_open.argtypes = [ctypes.c_char_p, failure]
     for change in (library.torpor_vmm_unmap, library.torpor_vmm_map):
         change.argtypes = [addresses, ctypes.c_size_t, ctypes.c_int, addresses, failure]
-    library.torpor_vmm_segments.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.torpor_vmm_segments.restype = ctypes.c_size_t
+    library.torpor_vmm_extents.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.torpor_vmm_extents.restype = ctypes.c_size_t
     library.torpor_vmm_serial.restype = ctypes.c_uint64
     library.torpor_vmm_error_text.restype = ctypes.c_char_p
     library.torpor_vmm_background_failure.argtypes = [failure]
@@ -169,7 +173,7 @@ def vmm_library() -> VmmLibrary:
     path = built_library()
     if path is None:
         raise UnsupportedError(
-            "memory backend vmm: its C part was not built when torpor was installed. Put a C compiler (cc) on "
-            "PATH and reinstall: pip install --force-reinstall --no-deps --no-binary torpor torpor"
+            "memory backend vmm: its C part was not built when torpor was installed. Put a C compiler (cc) "
+            "on PATH and reinstall: pip install --force-reinstall --no-deps --no-binary torpor torpor"
         )
     return VmmLibrary(path)
