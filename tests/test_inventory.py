@@ -183,6 +183,13 @@ def test_with_rebuilt_the_first_claim_is_what_to_rebuild() -> None:
     assert entry_of(some(t, Role.OTHER, Fate.REBUILT)).fate is Fate.MOVED
 
 
+def test_halves_cannot_be_rebuilt_by_one_call() -> None:
+    t, how = torch.zeros(4), Rebuild(lambda out: None, ())
+    halves = [some(part, Role.OTHER, Fate.REBUILT, rebuild=how) for part in (t[:2], t[2:])]
+    entry = entry_of(*halves)
+    assert (entry.fate, entry.rebuild) == (Fate.MOVED, None)
+
+
 @pytest.mark.parametrize(
     ("view", "dense"),
     [

@@ -269,6 +269,12 @@ def test_a_rebuild_of_several_tensors_is_refused() -> None:
         take_inventory(Actor(derived=[record]), standard_rules())
 
 
+def test_a_rebuild_of_a_tensor_in_parts_is_refused() -> None:
+    record = derived("rope", lambda: torch.eye(3).to_sparse(), rebuild=fill)
+    with pytest.raises(UsageError, match="rebuild= needs a plain tensor"):
+        take_inventory(Actor(derived=[record]), standard_rules())
+
+
 def test_records_are_checked_when_they_are_handed_over() -> None:
     record = derived("rope", torch.zeros(1), drop=nothing)
     with pytest.raises(UsageError, match=r"derived\[1\] is a str"):

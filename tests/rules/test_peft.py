@@ -105,6 +105,21 @@ def test_a_merge_changes_the_fingerprint_of_the_base_and_nothing_else_of_it() ->
     assert {name for name in before if before[name] != after[name]} == {"model.base_model.model.0.base_layer.weight"}
 
 
+def test_members_are_told_by_their_whole_name() -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    class Layer(nn.Module, BaseTunerLayer):
+        adapter_layer_names = ("delta",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.delta = nn.Parameter(torch.zeros(3))
+            self.delta_base = nn.Parameter(torch.zeros(3))
+
+    assert _adapter_names(nn.Sequential(Layer())) == {"model.0.delta"}
+    assert {c.name for c in PeftRule().claims(Actor({"": Layer()}))} == {"delta"}
+
+
 def test_a_model_without_adapters_has_no_claims() -> None:
     assert list(PeftRule().claims(Actor({"model": nn.Linear(2, 2)}))) == []
 

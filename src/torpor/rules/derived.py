@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 from torpor.errors import UsageError
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Gate, Rebuild, Standing
-from torpor.rules.walk import is_container, leaves, plain
+from torpor.rules.walk import is_container, is_plain, leaves, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,8 @@ def _rebuild(record: Derived, held: list[tuple[str, torch.Tensor]]) -> tuple[Fat
     assert record.rebuild is not None  # `derived` took exactly one of drop and rebuild
     if len(held) > 1:
         raise _misuse(record.name, f"rebuild= computes one tensor, tensors= gives {len(held)}: declare each by itself")
+    if held and not is_plain(held[0][1]):
+        raise _misuse(record.name, f"rebuild= needs a plain tensor, tensors= gives a {type(held[0][1]).__name__}")
     sources = record.sources()
     if sources is None or (isinstance(sources, list | tuple) and any(source is None for source in sources)):
         return Fate.MOVED, f"derived '{record.name}': a source of its rebuild= is gone", None
