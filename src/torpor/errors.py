@@ -19,6 +19,7 @@ pickles, so that an error of one rank can be raised on another.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ class TorporError(Exception):
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(message)
-        self.__dict__.update(attributes)
+        for name, value in attributes.items():
+            setattr(self, name, value)  # not by __dict__: OSError keeps `errno` elsewhere
         self._attributes = attributes
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,11 +94,11 @@ class NotEnoughMemoryError(TorporError, MemoryError):
 
 
 class StoreError(TorporError, OSError):
-    """A store could not take or give bytes."""
+    """A store could not take or give bytes; `errno` is the system's, where it was the system that refused."""
 
 
 class StoreFullError(StoreError):
-    """A store has no room for what a sleep would put there. Nothing was freed."""
+    """A store has no room for what a sleep would put there. Nothing was freed. `errno` is ENOSPC."""
 
     needed_bytes: int
     free_bytes: int
@@ -106,6 +108,7 @@ class StoreFullError(StoreError):
         super().__init__(
             f"the store {store} needs {needed_bytes} bytes ({gib(needed_bytes)}) more, "
             f"{free_bytes} bytes ({gib(free_bytes)}) are free. Nothing was freed. {remedy}",
+            errno=errno.ENOSPC,
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
             store=store,

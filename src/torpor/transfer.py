@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -118,50 +119,53 @@ def _finish(pieces: Sequence[Piece]) -> None:
         torch.cuda.synchronize(device)
 
 
-def _write(pieces: Sequence[Piece], store: BlockStore) -> None:
-    idle = list(store.buffers())
-    flying: deque[tuple[torch.Tensor, Future[None]]] = deque()
-    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="torpor-write") as workers:
+@contextmanager
+def _workers(name: str) -> Iterator[ThreadPoolExecutor]:
+    """Threads that are gone when the block ends, well or not; calls not begun by then are never made."""
+    with ThreadPoolExecutor(_WORKERS, thread_name_prefix=name) as workers:
         try:
-            for block in _blocks(pieces, store):
-                if not idle:
-                    buffer, future = flying.popleft()
-                    future.result()
-                    idle.append(buffer)
-                buffer = idle.pop()
-                for cut in block.cuts:
-                    buffer[cut.at : cut.at + cut.nbytes].copy_(cut.home[cut.start : cut.start + cut.nbytes])
-                flying.append((buffer, workers.submit(store.write_block, block.offset, buffer[: block.nbytes])))
-            for _, future in flying:
-                future.result()
+            yield workers
         except BaseException:
             workers.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _write(pieces: Sequence[Piece], store: BlockStore) -> None:
+    with store.ring_lock, _workers("torpor-write") as workers:
+        idle = list(store.buffers())
+        flying: deque[tuple[torch.Tensor, Future[None]]] = deque()
+        for block in _blocks(pieces, store):
+            if not idle:
+                buffer, future = flying.popleft()
+                future.result()
+                idle.append(buffer)
+            buffer = idle.pop()
+            for cut in block.cuts:
+                buffer[cut.at : cut.at + cut.nbytes].copy_(cut.home[cut.start : cut.start + cut.nbytes])
+            flying.append((buffer, workers.submit(store.write_block, block.offset, buffer[: block.nbytes])))
+        for _, future in flying:
+            future.result()
 
 
 def _read(pieces: Sequence[Piece], store: BlockStore) -> None:
-    idle = list(store.buffers())
-    flying: deque[tuple[_Block, torch.Tensor, Future[None]]] = deque()
+    with store.ring_lock, _workers("torpor-read") as workers:
+        idle = list(store.buffers())
+        flying: deque[tuple[_Block, torch.Tensor, Future[None]]] = deque()
 
-    def land() -> None:
-        block, buffer, future = flying.popleft()
-        future.result()
-        for cut in block.cuts:
-            cut.home[cut.start : cut.start + cut.nbytes].copy_(buffer[cut.at : cut.at + cut.nbytes])
-        idle.append(buffer)
+        def land() -> None:
+            block, buffer, future = flying.popleft()
+            future.result()
+            for cut in block.cuts:
+                cut.home[cut.start : cut.start + cut.nbytes].copy_(buffer[cut.at : cut.at + cut.nbytes])
+            idle.append(buffer)
 
-    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="torpor-read") as workers:
-        try:
-            for block in _blocks(pieces, store):
-                if not idle:
-                    land()
-                buffer = idle.pop()
-                flying.append((block, buffer, workers.submit(store.read_block, block.offset, buffer[: block.nbytes])))
-            while flying:
+        for block in _blocks(pieces, store):
+            if not idle:
                 land()
-        except BaseException:
-            workers.shutdown(wait=True, cancel_futures=True)
-            raise
+            buffer = idle.pop()
+            flying.append((block, buffer, workers.submit(store.read_block, block.offset, buffer[: block.nbytes])))
+        while flying:
+            land()
 
 
 def _blocks(pieces: Sequence[Piece], store: BlockStore) -> Iterator[_Block]:

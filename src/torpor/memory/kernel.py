@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -31,6 +33,17 @@ class Mapping:
     permissions: str
     path: str
     """The mapped file, a kernel's name in brackets, or empty for anonymous memory."""
+    locked: bool = False
+    """Whether mlock(2) holds its pages in memory."""
+
+    def continued_by(self, other: Mapping) -> bool:
+        """Whether `other` begins where this one ends and is of the same kind."""
+        return (self.end, self.permissions, self.path, self.locked) == (
+            other.begin,
+            other.permissions,
+            other.path,
+            other.locked,
+        )
 
 
 class Mappings:
@@ -38,21 +51,12 @@ class Mappings:
 
     def __init__(self) -> None:
         self._mappings: list[Mapping] = []
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                self._add(line.rstrip("\n"))
+        for mapping in _locked_or_not() if _process_locks_memory() else _mappings():
+            if self._mappings and self._mappings[-1].continued_by(mapping):
+                self._mappings[-1] = replace(self._mappings[-1], end=mapping.end)
+            else:
+                self._mappings.append(mapping)
         self._begins = [mapping.begin for mapping in self._mappings]
-
-    def _add(self, line: str) -> None:
-        span, permissions, _, _, _, *path = line.split(maxsplit=5)
-        begin, end = (int(bound, 16) for bound in span.split("-"))
-        mapping = Mapping(begin, end, permissions, path[0] if path else "")
-        if self._mappings:
-            last = self._mappings[-1]
-            if (last.end, last.permissions, last.path) == (begin, mapping.permissions, mapping.path):
-                self._mappings[-1] = Mapping(last.begin, end, permissions, mapping.path)
-                return
-        self._mappings.append(mapping)
 
     def covering(self, address: int, nbytes: int) -> Mapping | None:
         """The one mapping that contains `nbytes` bytes from `address`; None if they are spread or unmapped."""
@@ -61,6 +65,35 @@ class Mappings:
             return None
         mapping = self._mappings[position]
         return mapping if address + nbytes <= mapping.end else None
+
+
+def _mappings() -> Iterator[Mapping]:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            yield _parse(line)
+
+
+def _locked_or_not() -> Iterator[Mapping]:
+    """As `_mappings`, with what only the much slower /proc/self/smaps tells: whether pages are locked."""
+    with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            if not line[0].isupper():  # addresses are in lower case, the fields below each line of them are not
+                mapping = _parse(line)
+            elif line.startswith("VmFlags:"):
+                yield replace(mapping, locked="lo" in line.split())
+
+
+def _parse(line: str) -> Mapping:
+    span, permissions, _, _, _, *path = line.rstrip("\n").split(maxsplit=5)
+    begin, end = (int(bound, 16) for bound in span.split("-"))
+    return Mapping(begin, end, permissions, path[0] if path else "")
+
+
+def _process_locks_memory() -> bool:
+    return any(
+        line.startswith("VmLck:") and line.split()[1] != "0"
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    )
 
 
 def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
@@ -73,6 +106,18 @@ def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
 def madvise(address: int, nbytes: int, advice: int) -> int:
     """madvise(2) on whole pages; 0, or the errno."""
     return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have the pages touched by `nbytes` bytes from `address` in memory now, contents unchanged; not before Linux 5.14.
+
+    Raises:
+        OSError: the kernel has no room for them, or they may not be written.
+    """
+    begin = address // PAGE_BYTES * PAGE_BYTES
+    code = madvise(begin, address + nbytes - begin, MADV_POPULATE_WRITE)
+    if code not in (0, errno.EINVAL):
+        raise OSError(code, os.strerror(code))
 
 
 def trim_heap() -> None:

@@ -1,12 +1,11 @@
 """Host memory, address kept: MADV_DONTNEED gives the whole pages of a storage back, the next touch brings zeros.
 
-Only private anonymous writable memory may be treated so. The ragged ends of a storage share their pages with
-other data and stay as they are.
+Only private anonymous writable memory that nobody locked may be treated so. The ragged ends of a storage share
+their pages with other data and stay as they are.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 
@@ -43,6 +42,10 @@ class MadviseBackend(MemoryBackend):
             return f"mapped from the file {mapping.path}: its pages are the kernel's to drop"
         if "w" not in mapping.permissions:
             return "read-only memory"
+        if mapping.locked:
+            return "locked in memory (mlock)"
+        if torch.cuda.is_initialized() and storage.is_pinned():  # type: ignore[no-untyped-call]
+            return "page-locked for a GPU, which would go on using the pages given back"
         return None
 
     def releasable_bytes(self, storage: torch.UntypedStorage) -> int:
@@ -53,11 +56,8 @@ class MadviseBackend(MemoryBackend):
         for storage in storages:
             begin, nbytes = kernel.whole_pages(storage.data_ptr(), storage.nbytes())
             code = kernel.madvise(begin, nbytes, kernel.MADV_DONTNEED)
-            if code:
-                locked = "; pages locked in memory cannot be given back" if code == errno.EINVAL else ""
-                raise MemoryBackendError(
-                    f"madvise(MADV_DONTNEED) of {nbytes} bytes at {begin:#x}: {os.strerror(code)}{locked}"
-                )
+            if code:  # the map changed since it was read
+                raise MemoryBackendError(f"madvise(MADV_DONTNEED) of {nbytes} bytes at {begin:#x}: {os.strerror(code)}")
             freed_bytes += nbytes
         return freed_bytes
 

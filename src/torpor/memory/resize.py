@@ -28,7 +28,7 @@ class ResizeBackend(MemoryBackend):
 
     def refusal(self, storage: torch.UntypedStorage) -> str | None:
         if storage.is_shared():
-            return "shared memory: other processes may read it"
+            return "shared or file-mapped memory: others may read it"
         if not storage.resizable():
             return "a storage that torch cannot resize: it belongs to a file, a buffer or another library"
         return None
@@ -42,24 +42,26 @@ class ResizeBackend(MemoryBackend):
             nbytes = storage.nbytes()
             if nbytes:
                 self._sizes[storage._cdata] = nbytes
-                storage.resize_(0)
+                try:
+                    storage.resize_(0)
+                except RuntimeError as error:  # somebody took a numpy view of it since it was asked about
+                    self.restore(storages)
+                    raise MemoryBackendError(f"freeing a storage of {nbytes} bytes: {error}") from error
                 freed_bytes += nbytes
         return freed_bytes
 
     def restore(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        restored: list[torch.UntypedStorage] = []
-        try:
-            for storage in storages:
-                nbytes = self._sizes.get(storage._cdata)
-                if nbytes is not None and storage.nbytes() == 0:
-                    storage.resize_(nbytes)
-                    restored.append(storage)
-        except RuntimeError as error:  # torch's allocator has no type of its own for this on a CPU
-            for storage in restored:
-                storage.resize_(0)
-            raise MemoryBackendError(f"allocating {nbytes} bytes again: {error}") from error
-        for storage in restored:
-            del self._sizes[storage._cdata]
+        released = [storage for storage in storages if storage.nbytes() == 0 and storage._cdata in self._sizes]
+        for done, storage in enumerate(released):
+            nbytes = self._sizes[storage._cdata]
+            try:
+                storage.resize_(nbytes)
+            except RuntimeError as error:  # torch's allocator has no type of its own for this on a CPU
+                for again in released[:done]:
+                    again.resize_(0)
+                raise MemoryBackendError(f"allocating {nbytes} bytes again: {error}") from error
+        for storage in storages:
+            self._sizes.pop(storage._cdata, None)
 
     def free_bytes(self, device: torch.device) -> int:
         return kernel.available_bytes()

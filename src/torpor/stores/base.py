@@ -7,6 +7,7 @@ of buffers. `transfer.py` moves bytes between storages and either kind.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +42,12 @@ class Store(ABC):
 
     @abstractmethod
     def release(self, slots: Sequence[Slot]) -> None:
-        """Slots that nobody needs any more. Their space may be used again at once."""
+        """Slots that nobody needs any more. Their space may be used again at once.
+
+        Raises:
+            ValueError: a slot that was released before.
+            ClosedError: after `close()`.
+        """
 
     @property
     @abstractmethod
@@ -76,7 +82,11 @@ class AddressableStore(Store):
 
 
 class BlockStore(Store):
-    """A store that takes and gives aligned blocks."""
+    """A store that takes and gives aligned blocks. One transfer at a time uses its ring."""
+
+    def __init__(self) -> None:
+        self.ring_lock = threading.Lock()
+        """Held by whoever fills or empties the ring."""
 
     alignment_bytes: int
     """Offsets, lengths and buffer addresses of `write_block` and `read_block` are multiples of this."""

@@ -13,7 +13,8 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +29,8 @@ from torpor.stores.slots import FreeList
 #: Direct I/O wants multiples of the device's logical block: 512 or 4096 bytes everywhere.
 _ALIGNMENT_BYTES = 4096
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: What `posix_fallocate` says on a filesystem that cannot allocate ahead; EINVAL where glibc tries to imitate it.
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FileStore(BlockStore):
@@ -41,7 +44,8 @@ class FileStore(BlockStore):
 
     Raises:
         UnsafeStoreError: the directory must not be trusted.
-        UsageError: a chunk size or ring that cannot be.
+        UsageError: a chunk size, ring or rank that cannot be.
+        StoreError: the directory or the file cannot be made.
     """
 
     name = "file"
@@ -55,21 +59,25 @@ class FileStore(BlockStore):
         chunk_bytes: int = 8 * 1024**2,
         ring: int = 4,
     ) -> None:
+        super().__init__()
         if chunk_bytes < _ALIGNMENT_BYTES or chunk_bytes % _ALIGNMENT_BYTES:
             raise UsageError(f"chunk_bytes={chunk_bytes}: must be a positive multiple of {_ALIGNMENT_BYTES}")
         if ring < 2:
             raise UsageError(f"ring={ring}: at least 2 buffers are needed, one to fill while the other is written")
+        rank = _rank_of_environment() if rank is None else rank
+        if rank < 0:
+            raise UsageError(f"rank={rank}: must be at least 0")
         self.chunk_bytes = chunk_bytes
-        self._directory = PrivateDirectory(directory)
-        self._directory.remove_dead()
-        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self._file_name, self._fd = self._directory.create(rank)
-        self._direct = bool(fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT)
         self._free = FreeList(_ALIGNMENT_BYTES)
         self._end = 0
         self._ring_size = ring
         self._ring: list[torch.Tensor] = []
-        self._finalizer = weakref.finalize(self, _remove, self._directory, self._file_name, self._fd)
+        self._directory = PrivateDirectory(directory)
+        with self._directory.closed_on_error():
+            self._directory.remove_dead()
+            self._file_name, self._fd = self._directory.create(rank)
+        self._finalizer = weakref.finalize(self, _remove, self._directory, self._file_name, self._fd, os.getpid())
+        self._direct = _is_direct(self._fd)
 
     @property
     def path(self) -> Path:
@@ -87,12 +95,14 @@ class FileStore(BlockStore):
         return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
+        self._require_open()
         self._free.give(slots)
         if self._free.extents and self._free.extents[-1][1] == self._end:
             begin, end = self._free.extents[-1]
             self._free.remove(begin, end)
             self._end = begin
-            os.ftruncate(self._fd, begin)
+            with self._refusing(f"giving back what lies behind {begin} bytes"):
+                os.ftruncate(self._fd, begin)
 
     @property
     def reserved_bytes(self) -> int:
@@ -115,30 +125,31 @@ class FileStore(BlockStore):
     def write_block(self, offset: int, block: torch.Tensor) -> None:
         self._require_open()
         view = memoryview(cast(Buffer, block.numpy()))
-        done = 0
-        while done < len(view):
-            with _as_store_error(self, f"writing {len(view)} bytes at {offset}"):
-                done += os.pwrite(self._fd, view[done:], offset + done)
-        if not self._direct:
-            self._evict(offset, len(view))
+        with self._refusing(f"writing {len(view)} bytes at {offset}"):
+            _write_all(self._fd, view, offset)
+            if not self._direct:
+                os.fdatasync(self._fd)  # a page that is not on the disk yet cannot be evicted
+                self._evict(offset, len(view))
 
     def read_block(self, offset: int, block: torch.Tensor) -> None:
         self._require_open()
         view = memoryview(cast(Buffer, block.numpy()))
         done = 0
-        while done < len(view):
-            with _as_store_error(self, f"reading {len(view)} bytes at {offset}"):
+        with self._refusing(f"reading {len(view)} bytes at {offset}"):
+            while done < len(view):
                 count = os.preadv(self._fd, [view[done:]], offset + done)
-            if count == 0:
-                raise StoreError(f"{self.path}: the file ends at {offset + done}, {len(view) - done} bytes are missing")
-            done += count
-        if not self._direct:
-            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+                if count == 0:
+                    raise StoreError(
+                        f"{self.path}: the file ends at {offset + done}, {len(view) - done} bytes are missing"
+                    )
+                done += count
+            self._evict(offset, len(view))
 
     def sync(self) -> None:
         self._require_open()
-        with _as_store_error(self, "syncing"):
+        with self._refusing("syncing"):
             os.fdatasync(self._fd)
+            self._evict(0, 0)
 
     def close(self) -> None:
         self._finalizer()
@@ -153,45 +164,85 @@ class FileStore(BlockStore):
         begin = tail[0] if tail[1] == self._end else self._end
         grown = begin + nbytes
         try:
-            os.posix_fallocate(self._fd, self._end, grown - self._end)
+            self._allocate(self._end, grown)
         except OSError as error:
             os.ftruncate(self._fd, self._end)
             if error.errno not in _NO_SPACE:
-                raise StoreError(f"{self.path}: reserving {nbytes} bytes: {error.strerror}") from error
+                raise StoreError(
+                    f"{self.path}: reserving {nbytes} bytes: {error.strerror}", errno=error.errno
+                ) from error
             facts = os.fstatvfs(self._fd)
             raise StoreFullError(
-                nbytes,
+                grown - self._end,
                 facts.f_bavail * facts.f_frsize,
                 str(self.path),
-                "Free disk space, or name another store_dir.",
+                f"The system said: {error.strerror}. Free disk space, or name another store_dir.",
             ) from error
         self._free.add(self._end, grown)
         self._end = grown
 
+    def _allocate(self, begin: int, end: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, begin, end - begin)
+        except OSError as error:
+            if error.errno not in _CANNOT_ALLOCATE:
+                raise
+            with self.ring_lock:
+                zeros = memoryview(cast(Buffer, self.buffers()[0].zero_().numpy()))
+                for offset in range(begin, end, self.chunk_bytes):
+                    _write_all(self._fd, zeros[: end - offset], offset)
+
     def _evict(self, offset: int, nbytes: int) -> None:
-        os.fdatasync(self._fd)
+        """Nothing to do after direct I/O, unless the filesystem took it and went through its cache all the same."""
         os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise ClosedError("this store was closed; make a new one")
 
-
-class _as_store_error:
-    """Turn the system's refusal into a `StoreError` with the path and what was going on."""
-
-    def __init__(self, store: FileStore, what: str) -> None:
-        self._store, self._what = store, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
-            raise StoreError(f"{self._store.path}: {self._what}: {error.strerror}", errno=error.errno) from error
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Turn the system's refusal into a `StoreError` with the path and what was going on."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{self.path}: {what}: {error.strerror}", errno=error.errno) from error
 
 
-def _remove(directory: PrivateDirectory, name: str, fd: int) -> None:
-    directory.remove(name)
+def _rank_of_environment() -> int:
+    text = os.environ.get("RANK", "0")
+    if not text.isdecimal():
+        raise UsageError(f"RANK={text!r} in the environment: must be a number; or pass rank=")
+    return int(text)
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def _is_direct(fd: int) -> bool:
+    """Whether direct I/O of our alignment works; some filesystems take the flag and refuse the write."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flags & os.O_DIRECT:
+        return False
+    try:
+        os.pwrite(fd, mmap.mmap(-1, _ALIGNMENT_BYTES), 0)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return False
+        # any other trouble is for the first reserve to tell
+    else:
+        os.ftruncate(fd, 0)
+    return True
+
+
+def _remove(directory: PrivateDirectory, name: str, fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child that drops its copy of the store must not take the parent's file away
+        directory.remove(name)
     os.close(fd)
     directory.close()

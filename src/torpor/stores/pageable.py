@@ -11,7 +11,7 @@ import torch
 from torpor.errors import ClosedError, StoreFullError, UsageError
 from torpor.memory import kernel
 from torpor.stores.base import AddressableStore, Slot
-from torpor.stores.slots import FreeList, up
+from torpor.stores.slots import FreeList
 
 #: Slots begin at cache lines.
 _ALIGNMENT_BYTES = 64
@@ -46,16 +46,18 @@ class PageableStore(AddressableStore):
         return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
+        self._require_open()
         self._free.give(slots)
-        whole = {begin: begin + region.numel() for begin, region in self._regions.items()}
-        for begin, end in self._free.extents:
-            if whole.get(begin) == end:
+        for begin, end in list(self._free.extents):
+            if begin in self._regions and begin + self._regions[begin].numel() == end:
                 del self._regions[begin]
-        self._free = self._only_in_regions()
+                self._free.remove(begin, end)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         self._require_open()
-        begins = sorted(self._regions)
+        if slot.nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        begins = list(self._regions)  # in order: each region lies behind those before it
         begin = begins[bisect_right(begins, slot.offset) - 1]
         return self._regions[begin][slot.offset - begin : slot.offset - begin + slot.nbytes]
 
@@ -91,23 +93,13 @@ class PageableStore(AddressableStore):
                 "Raise budget_bytes, sleep fewer components, or use store='file'.",
             )
         try:
-            memory = mmap.mmap(-1, nbytes)
+            region = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+            kernel.populate(region.data_ptr(), nbytes)
         except OSError as error:
             raise StoreFullError(nbytes, room, self.describe(), f"The kernel refused: {error}.") from error
-        self._regions[self._end] = torch.frombuffer(memory, dtype=torch.uint8)
+        self._regions[self._end] = region
         self._free.add(self._end, self._end + nbytes)
-        self._end += up(nbytes, _ALIGNMENT_BYTES) + _ALIGNMENT_BYTES
-
-    def _only_in_regions(self) -> FreeList:
-        """The free list without the extents whose regions are gone."""
-        spans = sorted((begin, begin + region.numel()) for begin, region in self._regions.items())
-        kept = FreeList(_ALIGNMENT_BYTES)
-        begins = [begin for begin, _ in spans]
-        for begin, end in self._free.extents:
-            position = bisect_right(begins, begin) - 1
-            if position >= 0 and end <= spans[position][1]:
-                kept.add(begin, end)
-        return kept
+        self._end += nbytes + _ALIGNMENT_BYTES
 
     def _require_open(self) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ removing happen under a lock of the directory, so that a file just created is ne
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torpor.errors import UnsafeStoreError
+from torpor.errors import StoreError, UnsafeStoreError
 from torpor.memory import kernel
 
 _NAME = re.compile(r"rank\d+-pid\d+-[0-9a-f]{8}\.torpor")
@@ -34,34 +35,58 @@ class PrivateDirectory:
 
     Raises:
         UnsafeStoreError: the directory is a link, another user's, open to others, or on tmpfs (host memory).
+        StoreError: it cannot be made.
     """
 
     def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
         root = Path(parent) if parent is not None else _default_parent()
         self.path = root / f"torpor-{os.getuid()}"
-        root.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            self.path.mkdir(mode=_MODE_DIRECTORY)
-        self._fd = _open_directory(self.path)
         try:
-            _check_directory(self.path, os.fstat(self._fd))
-        except UnsafeStoreError:
+            root.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self.path.mkdir(mode=_MODE_DIRECTORY)
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot be made: {error.strerror}", errno=error.errno) from error
+        self._fd = _open_directory(self.path)
+        with self.closed_on_error():
+            _check_directory(self.path, self._fd)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close if the block raises; what the system refused in it becomes a `StoreError`."""
+        try:
+            yield
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError) and not isinstance(error, StoreError):
+                raise StoreError(f"{self.path}: {error.strerror}", errno=error.errno) from error
             raise
 
     def create(self, rank: int) -> tuple[str, int]:
         """A new locked file, and its name. Flags ask for direct I/O where the filesystem has it."""
         name = f"rank{rank}-pid{os.getpid()}-{secrets.token_hex(4)}.torpor"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self._locked():
             try:
-                fd = os.open(name, flags | os.O_DIRECT, _MODE_FILE, dir_fd=self._fd)
-            except OSError:  # EINVAL: a filesystem without direct I/O may have created the file all the same
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._fd)
-                fd = os.open(name, flags, _MODE_FILE, dir_fd=self._fd)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fd = self._open_new(name)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(fd)
+                    raise
+            except OSError:
+                self.remove(name)
+                raise
         return name, fd
+
+    def _open_new(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(name, flags | os.O_DIRECT, _MODE_FILE, dir_fd=self._fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.remove(name)  # a filesystem without direct I/O may have created the file all the same
+            return os.open(name, flags, _MODE_FILE, dir_fd=self._fd)
 
     def remove(self, name: str) -> None:
         """Delete one of our files; none is an error no more."""
@@ -86,8 +111,8 @@ class PrivateDirectory:
     def _remove_if_dead(self, name: str) -> int:
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._fd)
-        except OSError:
-            return 0  # a link, or gone by now: not ours to delete
+        except OSError:  # a link, or gone by now
+            return 0
         try:
             facts = os.fstat(fd)
             if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_nlink != 1:
@@ -129,7 +154,8 @@ def _open_directory(path: Path) -> int:
         ) from error
 
 
-def _check_directory(path: Path, facts: os.stat_result) -> None:
+def _check_directory(path: Path, fd: int) -> None:
+    facts = os.fstat(fd)
     if facts.st_uid != os.getuid():
         raise UnsafeStoreError(
             str(path),
@@ -139,7 +165,7 @@ def _check_directory(path: Path, facts: os.stat_result) -> None:
     if stat.S_IMODE(facts.st_mode) & 0o077:
         mode = f"{stat.S_IMODE(facts.st_mode):04o}"
         raise UnsafeStoreError(str(path), f"mode {mode} lets others in", f"Run: chmod 700 {path}")
-    kind = kernel.memory_filesystem(path)
+    kind = kernel.memory_filesystem(f"/proc/self/fd/{fd}")  # of what was opened, whatever the path says by now
     if kind is not None:
         raise UnsafeStoreError(
             str(path),

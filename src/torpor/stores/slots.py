@@ -31,7 +31,11 @@ class FreeList:
         return up(nbytes, self._alignment_bytes)
 
     def add(self, begin: int, end: int) -> None:
-        """New free space."""
+        """New free space.
+
+        Raises:
+            ValueError: some of it is free already.
+        """
         if end > begin:
             insort(self._extents, (begin, end))
             self._join()
@@ -62,7 +66,11 @@ class FreeList:
         return slots
 
     def give(self, slots: Iterable[Slot]) -> None:
-        """Slots back into the list."""
+        """Slots back into the list.
+
+        Raises:
+            ValueError: one of them is free already: it would be handed out twice.
+        """
         self._extents += [(s.offset, s.offset + self.length(s.nbytes)) for s in slots if s.nbytes]
         self._extents.sort()
         self._join()
@@ -79,6 +87,8 @@ class FreeList:
     def _join(self) -> None:
         joined: list[tuple[int, int]] = []
         for begin, end in self._extents:
+            if joined and joined[-1][1] > begin:
+                raise ValueError(f"bytes {begin} to {min(end, joined[-1][1])} are free already")
             if joined and joined[-1][1] == begin:
                 joined[-1] = (joined[-1][0], end)
             else:
