@@ -68,6 +68,6 @@ def _succeeds(*command: str) -> bool:
 
 def _pip(what: str, *arguments: str) -> None:
     print(f"torpor: {what}", flush=True)
-    command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    command = [str(PYTHON), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
     if subprocess.run(command, check=False).returncode:
         sys.exit(f"torpor: {what} failed; the command was: {' '.join(command)}")

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torpor.errors import TorporError
-from torpor.fingerprint import Digest, fingerprint
+from torpor.fingerprint import Digest, fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Row, Stopwatch
 from torpor.memory.base import MemoryBackend, byte_view
@@ -125,7 +125,11 @@ class Falling:
 
     def _save(self, batch: Sequence[Sleeping]) -> None:
         with self._stopwatch.stage("fingerprint"):
-            changed = [sleeping for sleeping in batch if self._has_changed(sleeping)]
+            verified = [sleeping for sleeping in batch if sleeping.fate in (*STORED, Fate.REBUILT)]
+            digests = fingerprints([byte_view(sleeping.storage) for sleeping in verified])
+            for sleeping, digest in zip(verified, digests, strict=True):
+                sleeping.digest = digest
+            changed = [sleeping for sleeping in verified if sleeping.fate in STORED and self._has_changed(sleeping)]
         with self._stopwatch.stage("copy"):
             save([sleeping.piece() for sleeping in changed], self._store)
         for sleeping in changed:
@@ -133,12 +137,7 @@ class Falling:
                 sleeping.place.digest = sleeping.digest
 
     def _has_changed(self, sleeping: Sleeping) -> bool:
-        """Fingerprint the storage; note its place; say whether its bytes must be copied."""
-        if sleeping.fate not in (*STORED, Fate.REBUILT):
-            return False
-        sleeping.digest = fingerprint(byte_view(sleeping.storage))
-        if sleeping.fate is Fate.REBUILT:
-            return False
+        """Note the storage's place; say whether its bytes must be copied there."""
         entry = sleeping.decision.entry
         sleeping.place = self._shelf.find(entry.storage, entry.nbytes)
         if sleeping.place is None:
@@ -219,6 +218,7 @@ def _move_unless_rebuilt_alike(sleeping: Sleeping) -> None:
         sleeping.decision.reason = "its rebuild covers a part of its storage only"
         return
     entry.rebuild.fn(scratch, *entry.rebuild.sources)
-    if fingerprint(byte_view(scratch.untyped_storage())) != fingerprint(byte_view(entry.storage)):
+    rebuilt, kept = fingerprints([byte_view(scratch.untyped_storage()), byte_view(entry.storage)])
+    if rebuilt != kept:
         sleeping.decision.fate = Fate.MOVED
         sleeping.decision.reason = "its rebuild does not give the bits it has"

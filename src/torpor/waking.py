@@ -9,7 +9,7 @@ import torch
 
 from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
 from torpor.falling import STORED, Sleeping, by_backend
-from torpor.fingerprint import fingerprint
+from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
 from torpor.memory.base import MemoryBackend, byte_view
@@ -87,10 +87,12 @@ def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
 
 
 def _verify(sleepers: Sequence[Sleeping]) -> None:
+    known = [sleeping for sleeping in sleepers if sleeping.digest is not None]
+    digests = fingerprints([byte_view(sleeping.storage) for sleeping in known])
     damaged = [
         sleeping.decision.entry.name
-        for sleeping in sleepers
-        if sleeping.digest is not None and fingerprint(byte_view(sleeping.storage)) != sleeping.digest
+        for sleeping, digest in zip(known, digests, strict=True)
+        if sleeping.digest != digest
     ]
     if damaged:
         raise CorruptError(damaged, "fingerprints differ from those taken at sleep; everything is still asleep")
