@@ -67,8 +67,8 @@ def test_a_sink_that_cannot_start_stops_the_run(tmp_path: Path, monkeypatch: pyt
         TensorBoardSink(tmp_path)
     with pytest.raises(UnsupportedError):
         Recorder(RunDirectory(tmp_path), total_steps=1, tensorboard=True)
+    (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="exists"):
-        (tmp_path / "file").write_text("")
         Recorder(RunDirectory(tmp_path / "file"), total_steps=1)
 
 

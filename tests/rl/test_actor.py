@@ -68,10 +68,16 @@ def make_rollouts(model: Any, version: int = 0) -> list[Rollout]:
     return rollouts
 
 
-def batch_for(actor: Actor, rewards: tuple[float, ...] = (1, 0, 0, 0, 1, 0), version: int = 0) -> Batch:
+def batch_for(
+    actor: Actor,
+    rewards: tuple[float, ...] = (1, 0, 0, 0, 1, 0),
+    version: int = 0,
+    *,
+    normalize_std: bool = True,
+) -> Batch:
     actor.wake_up()  # the test computes with its model
     rollouts = make_rollouts(actor.model, version)
-    return make_batch(rollouts, rewards, 3, normalize_std=True)
+    return make_batch(rollouts, rewards, 3, normalize_std=normalize_std)
 
 
 def test_good_answers_become_likelier_and_bad_ones_less_likely(actor: Actor) -> None:
@@ -122,6 +128,26 @@ def test_the_first_update_is_the_plain_policy_gradient(actor: Actor) -> None:
     scale = 0.1 * min(1.0, 1.0 / norm.item())  # learning rate times clipping
     for old, grad, new in zip(before, expected, actor.model.parameters(), strict=True):
         torch.testing.assert_close(new.detach(), old - scale * grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_group_with_equal_rewards_counts_but_is_not_computed(tmp_path: Path) -> None:
+    """Against the same batch whose idle group got rewards that differ by less than the loss can show."""
+    weights = []
+    for rewards in ((1, 0, 0, 1, 1, 1), (1, 0, 0, 1, 1, 1 - 1e-7)):
+        with make_actor(tmp_path) as actor:
+            metrics = actor.train(batch_for(actor, rewards, normalize_std=False)).values()
+            weights.append({name: p.detach().clone() for name, p in actor.model.named_parameters()})
+            assert metrics["policy/teaching_groups"] == (0.5 if rewards[-1] == 1 else 1.0)
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_batch_that_teaches_nothing_changes_nothing(actor: Actor) -> None:
+    before = {name: p.detach().clone() for name, p in actor.model.named_parameters()}
+    metrics = actor.train(batch_for(actor, (1,) * 6)).values()
+    assert_same_tensors(before, dict(actor.model.named_parameters()))
+    assert (metrics["policy/loss"], metrics["train/tokens"]) == (0.0, 0)
+    assert (actor.weight_version, actor.num_updates) == (1, 1)
 
 
 def test_a_reference_pulls_back_and_is_clean_in_the_second_sleep(tmp_path: Path) -> None:

@@ -21,5 +21,8 @@ def test_without_scaling_only_the_mean_goes() -> None:
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
-def test_equal_rewards_teach_nothing(normalize_std: bool) -> None:
-    assert group_advantages(torch.ones(2, 3), normalize_std=normalize_std).tolist() == [[0.0] * 3] * 2
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.7])
+@pytest.mark.parametrize("group_size", [3, 7, 8])
+def test_equal_rewards_teach_exactly_nothing(normalize_std: bool, reward: float, group_size: int) -> None:
+    rewards = torch.full((2, group_size), reward)
+    assert not group_advantages(rewards, normalize_std=normalize_std).any()

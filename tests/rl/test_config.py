@@ -22,6 +22,7 @@ from torpor.rl.config_cli import (
     save_config,
 )
 
+DISK = {"offload_train_disk_dir": "/d"}
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
 
@@ -39,7 +40,7 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"optimizer": {"learning_rat": 1}}, "unknown key optimizer.learning_rat (did you mean optimizer.learning_rate?)"),
+        ({"optimizer": {"max_norm": 1}}, "unknown key optimizer.max_norm (did you mean optimizer.max_grad_norm?)"),
         ({"group_size": 4}, "unknown key group_size (did you mean rollout.group_size?)"),
         ({"task": {"kind": "reasoning_gym", "datset": "x"}}, "unknown key task.datset (did you mean task.dataset?)"),
         ({"qqq": 1}, "unknown key qqq; `--help` lists the known ones"),
@@ -62,8 +63,8 @@ def test_refuses_by_name(raw: dict[str, Any], message: str) -> None:
         ({"algorithm": {"importance_cap": 2.0}}, ("algorithm.importance_cap", "algorithm.old_log_probs")),
         ({"algorithm": {"updates_per_rollout": 3}}, ("rollout.prompts_per_step", "algorithm.updates_per_rollout")),
         ({"resume": True}, ("resume", "run_dir")),
-        ({"memory": {"offload_train": False, "offload_train_disk_dir": "/d"}}, ("offload_train =", "offload_train_disk_dir")),
-        ({"memory": {"offload_train_target": "cpu", "offload_train_disk_dir": "/d"}}, ("offload_train_target", "offload_train_disk_dir")),
+        ({"memory": {**DISK, "offload_train": False}}, ("offload_train =", "offload_train_disk_dir")),
+        ({"memory": {**DISK, "offload_train_target": "cpu"}}, ("offload_train_target", "offload_train_disk_dir")),
         ({"task": {"kind": "string", "min_length": 5, "max_length": 2}}, ("task.min_length", "task.max_length")),
     ],
 )  # fmt: skip
@@ -83,10 +84,8 @@ def test_validation_never_writes() -> None:
 def test_flags_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('steps = 7\n[task]\nkind = "reasoning_gym"\n[memory]\noffload_train_target = "cpu"\n')
-    config = parse_run_config(
-        file,
-        ["--no-offload-train", "--offload-rollout", "--task.dataset", "spell_backward", "--optimizer.learning-rate", "0.5"],
-    )  # fmt: skip
+    flags = "--no-offload-train --offload-rollout --task.dataset spell_backward --optimizer.learning-rate 0.5"
+    config = parse_run_config(file, flags.split())
     assert config.steps == 7
     assert config.memory == cfg.MemoryConfig(offload_train=False, offload_train_target="cpu")
     assert config.task == cfg.ReasoningGymTask(dataset="spell_backward")

@@ -259,24 +259,34 @@ class Actor:
         return microbatches([group.tokens.num_tokens for group in groups], self._trainer.microbatch_tokens)
 
     def _update(self, scored: Sequence[_Scored], metrics: Metrics, progress: Progress) -> None:
-        """One optimizer step; the loss is normalised over all of `scored`, however it is split."""
+        """One optimizer step; the loss is normalised over all of `scored`, however it is split.
+
+        A group whose rewards are all equal has advantage 0: without a KL penalty its loss and gradient are
+        exactly zero, so it counts in the normalisation and is not computed.
+        """
         lengths = [length for item in scored for length in item.group.lengths]
         weights = iter(sequence_weights(lengths, self._algorithm.length_normalization, self._max_answer_tokens))
-        answer_weights = [[next(weights) for _ in item.group.lengths] for item in scored]
+        weighted = [(item, [next(weights) for _ in item.group.lengths]) for item in scored]
+        teaching = [(item, weight) for item, weight in weighted if self._teaches(item)]
+        progress(len(weighted) - len(teaching))
         loss = 0.0
-        for run in self._microbatches([item.group for item in scored]):
-            loss += self._accumulate(scored[run], answer_weights[run], metrics)
+        for run in self._microbatches([item.group for item, _ in teaching]):
+            loss += self._accumulate(teaching[run], metrics)
             progress(run.stop - run.start)
         metrics.record("policy/loss", Mean(loss))
-        metrics.record("train/tokens", Sum(sum(lengths)))
+        metrics.record("policy/teaching_groups", Mean(len(teaching), len(scored)))
+        metrics.record("train/tokens", Sum(sum(sum(item.group.lengths) for item, _ in teaching)))
         self._step(metrics)
 
-    def _accumulate(self, scored: Sequence[_Scored], answer_weights: Sequence[list[float]], metrics: Metrics) -> float:
+    def _teaches(self, item: _Scored) -> bool:
+        return self._score_reference is not None or any(item.group.advantages)
+
+    def _accumulate(self, weighted: Sequence[tuple[_Scored, list[float]]], metrics: Metrics) -> float:
         """Forward and backward of one microbatch; its share of the loss."""
         algorithm = self._algorithm
         losses = []
-        scores = self._score([item.group.tokens for item in scored])
-        for item, weights, (log_prob_T, entropy_T) in zip(scored, answer_weights, scores, strict=True):
+        scores = self._score([item.group.tokens for item, _ in weighted])
+        for (item, weights), (log_prob_T, entropy_T) in zip(weighted, scores, strict=True):
             terms = policy_terms(
                 log_prob_T,
                 item.old_log_prob_T,

@@ -98,6 +98,7 @@ def build_task(config: cfg.Task, seed: int) -> Task:
                 config.dataset,
                 config.parameters,
                 num_examples=config.num_examples,
+                style=config.style,
                 strict=config.strict,
                 seed=seed,
             )

@@ -84,6 +84,8 @@ class ReasoningGymTask(Section):
     """Settings of that data set; in TOML a table, as flags `--task.parameters KEY VALUE ...`."""
     num_examples: Count = 3
     """Worked examples in front of each question."""
+    style: Literal["chat", "text"] = "chat"
+    """Examples as turns of a chat, or as lines of a text to be continued."""
     strict: bool = True
     """Reward 1 for a full score of the checker and 0 for any less; else the checker's score."""
 
