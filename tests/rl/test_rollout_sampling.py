@@ -54,10 +54,14 @@ def test_a_tiny_top_p_still_leaves_the_most_probable_token() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1 - 2**-24])
 def test_a_token_without_probability_is_never_drawn(noise: float) -> None:
-    """At both ends of the random numbers, where rounding would pick the first or last token."""
-    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).repeat(3, 1)
-    tokens, logprobs = sample(logits, torch.full((3,), noise), SamplingParams(max_new_tokens=1))
-    assert set(tokens.tolist()) <= {1, 2}
+    """At both ends of the random numbers, over totals that rounding leaves above and below 1."""
+    logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(1)) * 3
+    logits[:, :5] = logits[:, -5:] = -torch.inf
+    totals = logits.log_softmax(-1).exp().cumsum(-1)[:, -1]
+    assert totals.max() > 1 > totals.min()
+    tokens, logprobs = sample(logits, torch.full((500,), noise), SamplingParams(max_new_tokens=1))
+    assert tokens.min() >= 5
+    assert tokens.max() < 295
     assert logprobs.isfinite().all()
 
 

@@ -62,7 +62,6 @@ def _truncate(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         probabilities = ranked.values.softmax(-1)
         # A token goes if those before it already reach top_p; so the most probable one always stays.
         is_cut = probabilities.cumsum(-1) - probabilities >= top_p
-        is_cut[:, 0] = False
         values = ranked.values.masked_fill(is_cut, -torch.inf)
         scores = torch.empty_like(scores).scatter_(-1, ranked.indices, values)
     return scores
@@ -75,7 +74,6 @@ def _invert_cdf(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tenso
     the vocabulary, which at 49,152 tokens takes longer than the rest of sampling.
     """
     cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
-    # Below the total, however it was rounded: there a token with probability above 0 is always found.
-    threshold = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Of the total, which rounding leaves near 1, so that a token with probability above 0 is always found.
+    threshold = noise[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
