@@ -73,7 +73,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     seed: int = 0
-    """Same engine, weights, prompts and parameters: same tokens and log-probabilities, to the bit."""
+    """Same engine, weights, prompts and parameters: same tokens and log-probabilities, to the bit. Give each
+    call of a run a seed of its own."""
 
     def __post_init__(self) -> None:
         limits = (
