@@ -1,6 +1,6 @@
-"""What the parts below the sleeper cost on one GPU: pages, page-locking, copies, fingerprints, the allocator's account.
+"""What the parts below the sleeper cost on one GPU: pages, page-locking, copies, fingerprints, the allocator's view.
 
-    python benchmarks/micro_cuda.py --out benchmarks/results/micro_cuda.json [--only vmm,pinning,copies,fingerprint,fresh]
+    python benchmarks/micro_cuda.py --out benchmarks/results/micro_cuda.json [--only vmm,copies]
 
 Bytes are bytes, rates are 10^9 bytes a second, medians of the repeats unless a list says otherwise.
 """
@@ -14,6 +14,8 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ def measure_vmm() -> dict[str, Any]:
         t0 = time.perf_counter()
         live_blocks(table["address"], table["address"] + table["nbytes"])
         t1 = time.perf_counter()
-        backend.prepare()
+        backend.refresh()
         t2 = time.perf_counter()
         held = storages(tensors)
         t3 = time.perf_counter()
@@ -93,7 +95,7 @@ def measure_vmm() -> dict[str, Any]:
         t6 = time.perf_counter()
         times = {
             "live_blocks": t1 - t0,
-            "prepare": t2 - t1,
+            "refresh": t2 - t1,
             "refusals": t4 - t3,
             "release": t5 - t4,
             "restore": t6 - t5,
@@ -186,8 +188,8 @@ def measure_copies(total: int = 8 * GIB) -> dict[str, Any]:
         nbytes = sum(h.numel() for h in homes)
         row["host_bytes_over_payload"] = round(store.host_bytes / nbytes, 5)
         roof_out, roof_back = roof()
-        save_s = seconds(lambda: save_from_cuda(pieces, store), 5)
-        load_s = seconds(lambda: load_to_cuda(pieces, store), 5)
+        save_s = seconds(partial(save_from_cuda, pieces, store), 5)
+        load_s = seconds(partial(load_to_cuda, pieces, store), 5)
         row |= {
             "roof_out": roof_out,
             "roof_back": roof_back,
@@ -209,7 +211,7 @@ def measure_fingerprint(total: int = 8 * GIB) -> dict[str, Any]:
     for num in (2, 200, 20_000):
         homes = [torch.randint(0, 255, (total // num,), dtype=torch.uint8, device=DEVICE) for _ in range(num)]
         fingerprints(homes)
-        spent = seconds(lambda: fingerprints(homes), 5)
+        spent = seconds(partial(fingerprints, homes), 5)
         found[f"{num} storages"] = {"s": round(spent, 5), "rate": rate(total, spent)}
         del homes
     x = torch.randint(0, 255, (total,), dtype=torch.uint8, device=DEVICE)
@@ -243,78 +245,52 @@ def _kernel_shapes(x: torch.Tensor) -> dict[str, float]:
 
 
 def measure_fresh(total: int = 4 * GIB) -> dict[str, Any]:
-    """Copies into newly mapped pages, chunk by chunk, after memory of several kinds was freed."""
+    """Copies into newly mapped pages, 256 MiB at a time, after large memory was freed before or after the mapping."""
     backend = vmm_backend()
     with pool():
         home = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     host = torch.empty(total, dtype=torch.uint8, pin_memory=True)
     host.fill_(1)
-    target = home.untyped_storage()
-    found: dict[str, Any] = {}
-
-    def chunk_rates(repeat: int = 1) -> list[list[float]]:
-        passes = []
-        for _ in range(repeat):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(total // (256 * MIB) + 1)]
-            events[0].record()
-            for i in range(total // (256 * MIB)):
-                part = slice(i * 256 * MIB, (i + 1) * 256 * MIB)
-                home[part].copy_(host[part], non_blocking=True)
-                events[i + 1].record()
-            torch.cuda.synchronize()
-            passes.append(
-                [round(256 * MIB / a.elapsed_time(b) / 1e6, 1) for a, b in zip(events, events[1:], strict=False)]
-            )
-        return passes
-
-    def case(
-        name: str,
-        thief_bytes: int,
-        touch: bool,
-        pause_s: float = 0.0,
-        map_first: bool = False,
-        repeat: int = 2,
-        warm: str = "",
-    ) -> None:
-        thief = None
-        torch.cuda.synchronize()
-        if map_first:
-            thief = torch.full((thief_bytes,), 255, dtype=torch.uint8, device=DEVICE)
-            backend.release([target])
-            backend.restore([target])
-        else:
-            backend.release([target])
-            if thief_bytes:
-                thief = (
-                    torch.full((thief_bytes,), 255, dtype=torch.uint8, device=DEVICE)
-                    if touch
-                    else torch.empty(thief_bytes, dtype=torch.uint8, device=DEVICE)
-                )
-        torch.cuda.synchronize()
-        del thief
-        start = time.perf_counter()
-        torch.cuda.empty_cache()
-        free_s = time.perf_counter() - start
+    target = [home.untyped_storage()]
+    cases = {
+        "new pages, nothing freed": (0, True, False, 0.0),
+        "40 GiB written and freed, then mapped": (40 * GIB, True, False, 0.0),
+        "40 GiB never written, freed, then mapped": (40 * GIB, False, False, 0.0),
+        "110 GiB written and freed, then mapped": (110 * GIB, True, False, 0.0),
+        "mapped, then 110 GiB written before freed": (110 * GIB, True, True, 0.0),
+        "110 GiB written and freed, then mapped, 2 s later": (110 * GIB, True, False, 2.0),
+    }
+    found: dict[str, Any] = {"pages that were always there": _chunk_rates(home, host)}
+    for name, (freed_bytes, written, mapped_first, pause_s) in cases.items():
+        backend.release(target)
+        if mapped_first:
+            backend.restore(target)
+        _take_and_free(freed_bytes, written)
         time.sleep(pause_s)
-        start = time.perf_counter()
-        if not map_first:
-            backend.restore([target])
-        map_s = time.perf_counter() - start
-        if warm == "zero":
-            home.zero_()
-            torch.cuda.synchronize()
-        found[name] = {"free_s": round(free_s, 4), "map_s": round(map_s, 4), "chunks": chunk_rates(repeat)}
-
-    found["pages that were always there"] = {"chunks": chunk_rates(2)}
-    case("new pages, nothing freed", 0, False)
-    case("after 40 GiB written and freed", 40 * GIB, True, repeat=3)
-    case("after 40 GiB never written and freed", 40 * GIB, False)
-    case("after 40 GiB written and freed, 1 s later", 40 * GIB, True, pause_s=1.0)
-    case("after 110 GiB written and freed", 110 * GIB, True)
-    case("after 110 GiB written and freed, pages mapped before", 100 * GIB, True, map_first=True)
-    case("after 110 GiB written and freed, new pages zeroed first", 110 * GIB, True, warm="zero")
-    case("after 110 GiB written and freed, 3 s later", 110 * GIB, True, pause_s=3.0)
+        backend.restore(target)
+        found[name] = [_chunk_rates(home, host) for _ in range(2)]
+        time.sleep(1.5)
     return found
+
+
+def _take_and_free(nbytes: int, written: bool) -> None:
+    held = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    if written:
+        held.fill_(255)
+    torch.cuda.synchronize()
+    del held
+    torch.cuda.empty_cache()
+
+
+def _chunk_rates(home: torch.Tensor, host: torch.Tensor) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True)]
+    events[0].record()
+    for to, source in zip(home.split(256 * MIB), host.split(256 * MIB), strict=True):
+        to.copy_(source, non_blocking=True)
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+    torch.cuda.synchronize()
+    return [round(256 * MIB / begin.elapsed_time(end) / 1e6, 1) for begin, end in pairwise(events)]
 
 
 def measure_engines(total: int = 4 * GIB) -> dict[str, Any]:
@@ -353,6 +329,10 @@ def measure_engines(total: int = 4 * GIB) -> dict[str, Any]:
         "engine on two streams, host to device": two_streams,
         "engine and kernel, host to device": engine_and_kernel,
     }
+    store = PinnedStore(device=DEVICE)
+    pieces = [Piece(device, store.reserve([total])[0])]
+    save_from_cuda(pieces, store)
+    ways["load_to_cuda"] = lambda: load_to_cuda(pieces, store)
     found: dict[str, Any] = {}
     for name, way in ways.items():
         way()
@@ -363,10 +343,7 @@ def measure_engines(total: int = 4 * GIB) -> dict[str, Any]:
 
 def _after_a_thief(way: Callable[[], Any], total: int) -> list[float]:
     """Rates of two copies in a row, begun as soon as a large allocation has been freed."""
-    thief = torch.full((110 * GIB,), 255, dtype=torch.uint8, device=DEVICE)
-    torch.cuda.synchronize()
-    del thief
-    torch.cuda.empty_cache()
+    _take_and_free(110 * GIB, written=True)
     rates = [rate(total, seconds(way, 1)) for _ in range(2)]
     time.sleep(1.5)
     return rates

@@ -1,4 +1,4 @@
-"""Many copies within a device in one launch: gathers small storages into one buffer, and scatters them back."""
+"""Many copies in one kernel launch: gathers small storages into one buffer, and scatters them back."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ _TILE = 1024
 
 
 def launch(table: torch.Tensor) -> None:
-    """Copy what the rows say: `int64` tensor of shape `[num, 3]` on the device, (from address, to address, bytes)."""
-    _copy_chunks[(len(table),)](table, TILE=_TILE, num_warps=4)
+    """Copy what the rows of `table` say, on the current stream.
+
+    Args:
+        table: `int64` of shape `[num, 3]`, on the device or in page-locked memory, which must stay until the kernel
+            is over. A row is an address to read from, one to write to, and bytes; either may be page-locked
+            memory too.
+    """
+    _copy_chunks[(len(table),)](table.data_ptr(), TILE=_TILE, num_warps=4)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table"])  # type: ignore[untyped-decorator]
 def _copy_chunks(table, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = table + 3 * tl.program_id(0).to(tl.int64)
+    row = table.to(tl.pointer_type(tl.int64)) + 3 * tl.program_id(0).to(tl.int64)
     source = tl.load(row)
     to = tl.load(row + 1)
     nbytes = tl.load(row + 2)

@@ -1,16 +1,23 @@
 """Bytes between GPUs and page-locked memory at the speed of the link, for 2 storages or for 20,000.
 
-One stream a device and direction. Large pieces are copied as they are. Small ones whose slots lie side by side
-are gathered into a staging buffer by one kernel launch, and the buffer crosses the link in one copy; on the
-way back it is scattered. Two staging buffers take turns, so gathering and copying overlap. One wait at the end.
+One stream a device and direction, parts of 64 MiB, one wait at the end. A part is a stretch of one large piece,
+or small pieces whose slots lie side by side: those are gathered into a staging buffer by one kernel launch and
+cross the link in one copy; on the way back they are scattered. Two staging buffers take turns.
+
+After somebody freed much device memory the driver wipes it with the copy engine that also brings bytes to the
+device, and for as long as that takes (110 GiB: half a second on an H200) copies to the device run at half their
+rate. Copies by a kernel that reads host memory do not: they reach 92% of the undisturbed rate. So each part's
+rate is watched, and kernels take over while the engine is slow.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,107 +32,145 @@ if TYPE_CHECKING:
 
 Int64s = npt.NDArray[np.int64]
 
+#: What crosses the link in one copy; two staging buffers of this size are taken from the device meanwhile.
+PART_BYTES = 64 * 1024**2
 #: Below this, starting a copy costs more than a few percent of the copy (about 10 us against 55 GB/s).
 SMALL_BYTES = 8 * 1024**2
-#: One copy of gathered pieces. Two buffers of this size are taken from the device for the time of a transfer.
-STAGING_BYTES = 64 * 1024**2
 #: Slots with at least so many bytes between them may belong to different memory.
 _MAX_GAP_BYTES = 64
+
+#: An engine slower than this part of its best rate shares its time with something else.
+_SLOW = 0.75
+#: What kernels copy before the engine is tried again.
+_KERNEL_BYTES = 2 * 1024**3
+#: Parts given to an engine that is not known to be slow before the first of them is judged.
+_IN_FLIGHT = 3
+#: Smaller parts say little about a rate.
+_JUDGED_BYTES = 16 * 1024**2
 
 
 def save_from_cuda(pieces: Sequence[Piece], store: AddressableStore) -> None:
     """Copy pieces that live on GPUs to their slots. The bytes are there on return."""
-    _transfer(pieces, store, to_store=True)
+    lanes = [
+        _Lane(torch.device("cuda", index), store, to_store=True).save(group)
+        for index, group in _by_device(pieces).items()
+    ]
+    for lane in lanes:
+        lane.finish()
 
 
 def load_to_cuda(pieces: Sequence[Piece], store: AddressableStore) -> None:
     """Copy slots to pieces that live on GPUs. The bytes are there on return."""
-    _transfer(pieces, store, to_store=False)
+    lanes = [
+        _Lane(torch.device("cuda", index), store, to_store=False).load(group)
+        for index, group in _by_device(pieces).items()
+    ]
+    for lane in lanes:
+        lane.finish()
 
 
-def _transfer(pieces: Sequence[Piece], store: AddressableStore, to_store: bool) -> None:
-    streams: list[torch.cuda.Stream] = []
-    kept: list[torch.Tensor] = []
-    for device in {piece.home.device for piece in pieces}:
-        mine = sorted((piece for piece in pieces if piece.home.device == device), key=lambda piece: piece.slot.offset)
-        with torch.cuda.device(device):
-            lane = _Lane(device, store, to_store)
-            streams.append(lane.copying)
-            kept += lane.run(mine)
-    for stream in streams:
-        stream.synchronize()
-    for device in {piece.home.device for piece in pieces if not to_store}:
-        torch.cuda.current_stream(device).synchronize()  # the last scatter
-    kept.clear()
+def _by_device(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+    groups: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.home.get_device(), []).append(piece)
+    return groups
 
 
 @dataclass(slots=True)
-class _Run:
-    """Small pieces whose slots lie side by side, and that fit in one staging buffer."""
+class _Part:
+    """A stretch of the store that crosses the link at once, and the memory it is for."""
 
     slot: Slot
-    """All their bytes, with the gaps between them."""
-    homes: list[int]
-    offsets: list[int]
-    """From the start of the run, in bytes."""
-    sizes: list[int]
+    """All its bytes, with the gaps between them."""
+    homes: list[int] = field(default_factory=list)
+    """Addresses on the device."""
+    offsets: list[int] = field(default_factory=list)
+    """From the start of the slot, in bytes."""
+    sizes: list[int] = field(default_factory=list)
+    home: torch.Tensor | None = None
+    """The memory itself, where it is one stretch as well."""
+
+    def table(self, base: int, to_base: bool) -> Int64s:
+        """Chunks to copy between the homes and memory at `base` that is laid out as the slot."""
+        homes = np.array(self.homes, np.int64)
+        places = np.array(self.offsets, np.int64) + base
+        source, to = (homes, places) if to_base else (places, homes)
+        return chunks(source, to, np.array(self.sizes, np.int64))
 
 
 class _Lane:
-    """One device, one direction. Kernels run on the current stream, copies on one of their own."""
+    """One transfer of one device in one direction. Kernels run on the current stream, copies on their own."""
 
-    def __init__(self, device: torch.device, store: AddressableStore, to_store: bool) -> None:
-        self.copying = _copy_stream(device, to_store)
+    def __init__(self, device: torch.device, store: AddressableStore, *, to_store: bool) -> None:
         self._device = device
         self._store = store
         self._to_store = to_store
         self._boundaries = store.boundaries() if isinstance(store, PinnedStore) else []
+        self._copying = _copy_stream(device, to_store)
+        self._kernels = torch.cuda.current_stream(device)
+        self._pace = _Pace(device, self._kernels, may_use_kernels=isinstance(store, PinnedStore))
+        self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._tables = _Tables()
 
-    def run(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Start all copies of pieces sorted by slot; returns what must live until they are over."""
-        self.copying.wait_stream(torch.cuda.current_stream())
-        large = [piece for piece in pieces if piece.slot.nbytes >= SMALL_BYTES]
-        self._copy_large(large)
-        small = [piece for piece in pieces if 0 < piece.slot.nbytes < SMALL_BYTES]
-        return self._copy_small(small) if small else []
+    def save(self, pieces: Sequence[Piece]) -> _Lane:
+        """Start all copies to the store."""
+        with torch.cuda.device(self._device):
+            self._begin()
+            for part, turn in zip(_parts(pieces), cycle((0, 1)), strict=False):
+                self._save(part, turn)
+        return self
 
-    def _copy_large(self, pieces: Sequence[Piece]) -> None:
-        with torch.cuda.stream(self.copying):
-            for piece in pieces:
-                self._copy(piece.slot, piece.home)
+    def load(self, pieces: Sequence[Piece]) -> _Lane:
+        """Start all copies from the store; by the end only the last few are under way."""
+        with torch.cuda.device(self._device):
+            self._begin()
+            for part, turn in zip(_parts(pieces), cycle((0, 1)), strict=False):
+                if self._pace.takes_engine(part.slot.nbytes):
+                    self._load_by_engine(part, turn)
+                else:
+                    host = self._store.tensor(part.slot)
+                    self._launch(part.table(host.data_ptr(), to_base=False))
+        return self
 
-    def _copy_small(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        runs = list(_runs(pieces))
-        nbytes = max(run.slot.nbytes for run in runs)
-        staging = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(runs)))]
-        table, rows = _tables(runs, [buffer.data_ptr() for buffer in staging], self._to_store)
-        on_device = torch.from_numpy(table).to(self._device)
-        free = [torch.cuda.Event() for _ in staging]  # type: ignore[no-untyped-call]
-        for turn, run, part in zip(cycle(range(len(staging))), runs, rows, strict=False):
-            buffer = staging[turn][: run.slot.nbytes]
-            if self._to_store:
-                self._gather_then_copy(run, buffer, on_device[part], free[turn])
-            else:
-                self._copy_then_scatter(run, buffer, on_device[part], free[turn])
-        return [*staging, on_device]
+    def finish(self) -> None:
+        """Wait for the end, and let go of the buffers."""
+        self._copying.synchronize()
+        self._kernels.synchronize()
+        self._pace.judge_all()
+        self._staging.clear()
 
-    def _gather_then_copy(self, run: _Run, buffer: torch.Tensor, table: torch.Tensor, free: torch.cuda.Event) -> None:
-        kernels = torch.cuda.current_stream()
-        kernels.wait_event(free)  # an event that was never recorded is over
-        copy_chunks(table)
-        self.copying.wait_stream(kernels)
-        with torch.cuda.stream(self.copying):
-            self._copy(run.slot, buffer)
-        free.record(self.copying)
+    def _begin(self) -> None:
+        self._copying.wait_stream(self._kernels)
 
-    def _copy_then_scatter(self, run: _Run, buffer: torch.Tensor, table: torch.Tensor, free: torch.cuda.Event) -> None:
-        kernels = torch.cuda.current_stream()
-        self.copying.wait_event(free)
-        with torch.cuda.stream(self.copying):
-            self._copy(run.slot, buffer)
-        kernels.wait_stream(self.copying)
-        copy_chunks(table)
-        free.record(kernels)
+    def _save(self, part: _Part, turn: int) -> None:
+        if part.home is not None:
+            self._copy(part.slot, part.home)
+            return
+        buffer, free = self._stage(part, turn)
+        self._kernels.wait_event(free)
+        self._launch(part.table(buffer.data_ptr(), to_base=True))
+        self._copying.wait_stream(self._kernels)
+        self._copy(part.slot, buffer)
+        free.record(self._copying)
+
+    def _load_by_engine(self, part: _Part, turn: int) -> None:
+        if part.home is not None:
+            self._copy(part.slot, part.home)
+            return
+        buffer, free = self._stage(part, turn)
+        self._copying.wait_event(free)
+        self._copy(part.slot, buffer)
+        self._kernels.wait_stream(self._copying)
+        self._launch(part.table(buffer.data_ptr(), to_base=False))
+        free.record(self._kernels)
+
+    def _stage(self, part: _Part, turn: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The staging buffer whose turn it is, and the event after which it may be used."""
+        while len(self._staging) <= turn:
+            buffer = torch.empty(PART_BYTES, dtype=torch.uint8, device=self._device)
+            self._staging.append((buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        buffer, free = self._staging[turn]
+        return buffer[: part.slot.nbytes], free
 
     def _copy(self, slot: Slot, device: torch.Tensor) -> None:
         """Copy one slot; cut where one registration ends and the next begins: the driver refuses to cross."""
@@ -133,56 +178,154 @@ class _Lane:
         first = bisect_right(self._boundaries, slot.offset)
         last = bisect_left(self._boundaries, slot.offset + slot.nbytes)
         cuts = [0, *(at - slot.offset for at in self._boundaries[first:last]), slot.nbytes]
-        for begin, end in pairwise(cuts):
-            to, source = (host, device) if self._to_store else (device, host)
-            to[begin:end].copy_(source[begin:end], non_blocking=True)
+        to, source = (host, device) if self._to_store else (device, host)
+        with torch.cuda.stream(self._copying), self._pace.timed(self._copying, slot.nbytes):
+            for begin, end in pairwise(cuts):
+                to[begin:end].copy_(source[begin:end], non_blocking=True)
+
+    def _launch(self, table: Int64s) -> None:
+        """Copy on the device what the table says. The kernel reads it from host memory: an upload would wait in
+        line behind the copies of other parts."""
+        from torpor.gather_cuda import launch  # imports Triton, which only a GPU needs
+
+        launch(self._tables.keep(table))
 
 
+class _Tables:
+    """Tables in page-locked memory, for as long as kernels read them."""
+
+    _BLOCK_BYTES = 1024**2
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+        self._used = 0
+
+    def keep(self, table: Int64s) -> torch.Tensor:
+        """A page-locked copy of `table`."""
+        if not self._blocks or self._used + table.size > len(self._blocks[-1]):
+            length = max(self._BLOCK_BYTES // 8, table.size)
+            self._blocks.append(torch.empty(length, dtype=torch.int64, pin_memory=True))
+            self._used = 0
+        locked = self._blocks[-1][self._used : self._used + table.size].view(table.shape)
+        self._used += table.size
+        locked.numpy()[:] = table
+        return locked
+
+
+class _Pace:
+    """Rates of one transfer's parts, and whether the next one goes by the copy engine or by a kernel."""
+
+    def __init__(self, device: torch.device, kernels: torch.cuda.Stream, *, may_use_kernels: bool) -> None:
+        self._index = device.index
+        self._kernels = kernels
+        self._may_use_kernels = may_use_kernels
+        self._flying: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._kernel_bytes = 0
+        """Still to go by kernels before the engine is tried again."""
+        self._in_flight = _IN_FLIGHT
+        """Parts given to the engine before the first of them is judged; none where it was just slow."""
+
+    def timed(self, stream: torch.cuda.Stream, nbytes: int) -> _Timed:
+        """Around the copies of one part."""
+        return _Timed(self._flying, stream, nbytes)
+
+    def takes_engine(self, nbytes: int) -> bool:
+        """Which way the next part goes. Waits until few parts are under way."""
+        if not self._may_use_kernels:
+            return True
+        if self._kernel_bytes > 0:
+            self._kernel_bytes -= nbytes
+            if self._kernel_bytes > 0:
+                return False
+            self._kernels.synchronize()  # nothing else on the link while the engine is tried
+            self._in_flight = 0
+            return True
+        while len(self._flying) > self._in_flight:
+            self._judge()
+        return self._kernel_bytes <= 0
+
+    def judge_all(self) -> None:
+        """Learn from the parts that are over."""
+        while self._flying:
+            self._judge()
+
+    def _judge(self) -> None:
+        begin, end, nbytes = self._flying.popleft()
+        end.synchronize()
+        if nbytes < _JUDGED_BYTES:
+            return
+        rate = nbytes / begin.elapsed_time(end)
+        best = _best_rates[self._index] = max(rate, _best_rates.get(self._index, 0.0))
+        if rate < _SLOW * best:
+            self._kernel_bytes = _KERNEL_BYTES
+        else:
+            self._in_flight = _IN_FLIGHT
+
+
+class _Timed:
+    """Events around what is put on a stream, noted for later."""
+
+    def __init__(
+        self,
+        notes: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]],
+        stream: torch.cuda.Stream,
+        nbytes: int,
+    ) -> None:
+        self._notes, self._stream, self._nbytes = notes, stream, nbytes
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> None:
+        self._begin.record(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        self._end.record(self._stream)
+        self._notes.append((self._begin, self._end, self._nbytes))
+
+
+#: Bytes a millisecond, the best seen of each device in either direction: the link is as fast both ways.
+_best_rates: dict[int, float] = {}
 _streams: dict[tuple[int, bool], torch.cuda.Stream] = {}
 
 
 def _copy_stream(device: torch.device, to_store: bool) -> torch.cuda.Stream:
     """The stream of a device and direction: made once, so that torch's allocator knows few."""
-    key = (torch.cuda.current_device() if device.index is None else device.index, to_store)
+    key = (device.index, to_store)
     if key not in _streams:
         _streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[key]
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[_Run]:
-    """Pieces sorted by slot, as runs of at most `STAGING_BYTES`."""
-    run: _Run | None = None
-    for piece in pieces:
+def _parts(pieces: Sequence[Piece]) -> Iterator[_Part]:
+    """Pieces in parts, large ones first: their copies hide the work that small ones take."""
+    yield from (part for piece in pieces if piece.slot.nbytes >= SMALL_BYTES for part in _parts_of(piece))
+    small = [piece for piece in pieces if 0 < piece.slot.nbytes < SMALL_BYTES]
+    small.sort(key=attrgetter("slot.offset"))
+    part: _Part | None = None
+    begin = end = 0
+    for piece in small:
         offset, nbytes = piece.slot.offset, piece.slot.nbytes
-        if run is not None:
-            end = run.slot.offset + run.slot.nbytes
-            length = offset + nbytes - run.slot.offset
-            if offset - end >= _MAX_GAP_BYTES or length > STAGING_BYTES:
-                yield run
-                run = None
-        if run is None:
-            run = _Run(Slot(offset, nbytes), [], [], [])
-        run.homes.append(piece.home.data_ptr())
-        run.offsets.append(offset - run.slot.offset)
-        run.sizes.append(nbytes)
-        run.slot = Slot(run.slot.offset, offset + nbytes - run.slot.offset)
-    if run is not None:
-        yield run
+        if part is None or offset - end >= _MAX_GAP_BYTES or offset + nbytes - begin > PART_BYTES:
+            if part is not None:
+                part.slot = Slot(begin, end - begin)
+                yield part
+            part = _Part(piece.slot)
+            begin = offset
+        part.homes.append(piece.home.data_ptr())
+        part.offsets.append(offset - begin)
+        part.sizes.append(nbytes)
+        end = offset + nbytes
+    if part is not None:
+        part.slot = Slot(begin, end - begin)
+        yield part
 
 
-def _tables(runs: Sequence[_Run], staging: Sequence[int], to_store: bool) -> tuple[Int64s, list[slice]]:
-    """Chunks to copy for all runs, in order, and which of them are each run's."""
-    tables: list[Int64s] = []
-    rows: list[slice] = []
-    begin = 0
-    for run, buffer in zip(runs, cycle(staging), strict=False):
-        homes = np.array(run.homes, np.int64)
-        places = np.array(run.offsets, np.int64) + buffer
-        source, to = (homes, places) if to_store else (places, homes)
-        tables.append(chunks(source, to, np.array(run.sizes, np.int64)))
-        rows.append(slice(begin, begin + len(tables[-1])))
-        begin += len(tables[-1])
-    return np.concatenate(tables), rows
+def _parts_of(piece: Piece) -> Iterator[_Part]:
+    """Stretches of one large piece."""
+    address = piece.home.data_ptr()
+    for begin in range(0, piece.slot.nbytes, PART_BYTES):
+        nbytes = min(PART_BYTES, piece.slot.nbytes - begin)
+        slot = Slot(piece.slot.offset + begin, nbytes)
+        yield _Part(slot, [address + begin], [0], [nbytes], piece.home[begin : begin + nbytes])
 
 
 #: Bytes that one program copies.
@@ -196,10 +339,3 @@ def chunks(source: Int64s, to: Int64s, nbytes: Int64s) -> Int64s:
     offset = (np.arange(len(block)) - (np.cumsum(num_chunks) - num_chunks)[block]) * _CHUNK_BYTES
     rows = (source[block] + offset, to[block] + offset, np.minimum(nbytes[block] - offset, _CHUNK_BYTES))
     return np.ascontiguousarray(np.stack(rows, axis=1))
-
-
-def copy_chunks(table: torch.Tensor) -> None:
-    """Copy within a device what the rows of `chunks` say, in one launch on the current stream."""
-    from torpor.gather_cuda import launch  # imports Triton, which only a GPU needs
-
-    launch(table)

@@ -14,7 +14,8 @@ import torch
 
 _TIMEOUT_S = 120
 
-sys.path.insert(0, str(Path(__file__).parent))
+for folder in (Path(__file__).parent, Path(__file__).parents[1]):
+    sys.path.insert(0, str(folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

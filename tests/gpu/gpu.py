@@ -53,7 +53,7 @@ class Actor:
 
     def sleep(self) -> int:
         torch.cuda.synchronize()
-        self.backend.prepare()
+        self.backend.refresh()
         known = storages(self.tensors)
         assert [s for s in known if self.backend.refusal(s)] == []
         known += self.backend.strays(known)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from gpu import DEVICE, MIB, bits, same
+from torpor import transfer_cuda
 from torpor.stores import arena as arena_module
 from torpor.stores.pinned import PinnedStore
 from torpor.transfer import Piece
-from torpor.transfer_cuda import SMALL_BYTES, STAGING_BYTES, load_to_cuda, save_from_cuda
+from torpor.transfer_cuda import PART_BYTES, SMALL_BYTES, load_to_cuda, save_from_cuda
 
 
 def pieces_of(tensors, store):
@@ -48,7 +49,7 @@ def test_bits_survive_the_way_out_and_back(shape):
         "two large": [100 * MIB + 3, 64 * MIB],
         "mixed": [random.choice([1, 5, 512, 1000, MIB, 9 * MIB, SMALL_BYTES, 40 * MIB]) for _ in range(300)],
         "tiny": [random.randrange(1, 200) for _ in range(20_000)],
-        "around the limits": [SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES - 1, 1] * 4 + [STAGING_BYTES // 16] * 40,
+        "around the limits": [SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES - 1, 1] * 4 + [PART_BYTES // 16] * 40,
     }[shape]
     store = PinnedStore()
     tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=DEVICE) for n in sizes]
@@ -91,4 +92,27 @@ def test_what_other_streams_wrote_before_is_what_is_saved():
     save_from_cuda(pieces, store)
     assert bool((store.tensor(pieces[0].slot) == 3).all())
     assert bool((store.tensor(pieces[1].slot) == 4).all())
+    store.close()
+
+
+@pytest.mark.parametrize("shape", ["two large", "tiny"])
+def test_kernels_take_over_where_the_engine_is_slow(shape):
+    transfer_cuda._best_rates[0] = 1e12  # whatever the engine does, it is slow
+    transfer_cuda._JUDGED_BYTES = 0
+    sizes = {"two large": [600 * MIB + 5, 64 * MIB], "tiny": [random.randrange(1, 60_000) for _ in range(20_000)]}[
+        shape
+    ]
+    ways = []
+    takes_engine = transfer_cuda._Pace.takes_engine
+
+    def watched(self, nbytes):
+        ways.append(takes_engine(self, nbytes))
+        return ways[-1]
+
+    transfer_cuda._Pace.takes_engine = watched
+    store = PinnedStore()
+    round_trip([torch.randint(0, 256, (n,), dtype=torch.uint8, device=DEVICE) for n in sizes], store)
+    assert ways[:4] == [True] * 4
+    assert not any(ways[4:])
+    assert len(ways) > 5
     store.close()

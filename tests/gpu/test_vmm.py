@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import inspect
 import os
 import shutil
 import subprocess
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 import torpor.memory
+from contracts.memory_contract import MemoryContract
 from gpu import DEVICE, GIB, MIB, Actor, bits, poison, same, storages, used_bytes
 from torpor.errors import NotEnoughMemoryError, StateError
+from torpor.memory import cuda
 from torpor.memory.base import byte_view
 from torpor.memory.cuda import self_test
 from torpor.memory.pool import Pools
@@ -174,13 +177,14 @@ def test_live_blocks_that_nobody_knows_are_found_and_survive_cached_ones_are_not
     before = bits(hidden)
     del gone
     backend = vmm_backend()
-    backend.prepare()
+    backend.refresh()
     strays = backend.strays(storages(known))
     assert [s.data_ptr() for s in strays] == [hidden.data_ptr()]
     assert [s._cdata for s in backend.strays(storages(known))] == [strays[0]._cdata], "the same object again"
     assert backend.release(storages(known)) == 256 * MIB, "the hidden block holds the extent of all four back"
     assert backend.release(strays) == 20 * MIB
     backend.restore(storages(known) + strays)
+    byte_view(strays[0])[: before.numel()].copy_(before)
     actor = Actor(known)
     used = used_bytes()
     actor.sleep()
@@ -436,6 +440,42 @@ def test_every_driver_call_failing_in_turn(call):
             byte_view(tensor.untyped_storage()).copy_(saved)
         assert same(before, tensors)
     shutil.rmtree(folder)
+
+
+class Contract(MemoryContract):
+    """Extents are given back whole, so `release` gives more than the storages have, never less."""
+
+    def make_backend(self):
+        return vmm_backend()
+
+    def make_tensors(self, backend):
+        with pool():
+            return super().make_tensors(backend)
+
+
+CONTRACT = sorted(
+    name
+    for name in dir(MemoryContract)
+    if name.startswith("test_") and name not in ("test_it_gives_what_it_said", "test_it_takes_ordinary_storages")
+)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_the_contract_of_memory_backends(name):
+    contract = Contract()
+    backend = contract.make_backend()
+    arguments = {"backend": backend, "tensors": contract.make_tensors(backend)}
+    backend.refresh()
+    test = getattr(contract, name)
+    test(**{key: arguments[key] for key in inspect.signature(test).parameters})
+
+
+def test_the_driver_counts_what_this_process_holds():
+    torch.zeros(1, device=DEVICE)
+    before = cuda.used_bytes(DEVICE)
+    x = torch.empty(GIB, dtype=torch.uint8, device=DEVICE)
+    assert cuda.used_bytes(DEVICE) - before == x.numel()
+    print("NVML tells processes apart:", cuda._nvml_knows_us(0), before, used_bytes())
 
 
 def test_the_library_of_this_process_is_one():

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 import textwrap
-from itertools import pairwise
+from contextlib import contextmanager
 
 import pytest
 
+from contracts.store_contract import StoreContract
 from torpor.errors import ClosedError, StoreFullError, UsageError
 from torpor.memory import kernel
 from torpor.stores import arena as arena_module
@@ -31,6 +32,17 @@ def small_registrations(monkeypatch):
     monkeypatch.setattr(arena_module, "_FAULT_BYTES", 1 * MIB)
 
 
+class TestPinnedStore(StoreContract):
+    def make_store(self, directory):
+        return PinnedStore()
+
+    @contextmanager
+    def room_for(self, nbytes, directory):
+        store = PinnedStore(budget_bytes=nbytes)
+        yield store
+        store.close()
+
+
 def fill(store, slots):
     for i, slot in enumerate(slots):
         store.tensor(slot).fill_(i % 251)
@@ -40,15 +52,9 @@ def intact(store, slots):
     return all(bool((store.tensor(slot) == i % 251).all()) for i, slot in enumerate(slots))
 
 
-def test_slots_are_exact_apart_and_side_by_side(store):
+def test_it_holds_no_more_than_it_was_asked_for(store):
     sizes = [1, 63, 64, 65, 3 * MIB, 0, 5 * MIB, 1000]
-    slots = store.reserve(sizes)
-    assert [slot.nbytes for slot in slots] == sizes
-    assert all(store.tensor(slot).shape == (slot.nbytes,) for slot in slots)
-    fill(store, slots)
-    assert intact(store, slots)
-    used = [slot for slot in slots if slot.nbytes]
-    assert all(b.offset - (a.offset + a.nbytes) < 64 for a, b in pairwise(used))
+    store.reserve(sizes)
     assert store.host_bytes <= sum(sizes) + 64 * len(sizes) + kernel.PAGE_BYTES
 
 
@@ -60,15 +66,6 @@ def test_it_begins_at_a_huge_page_and_is_really_there():
     assert kernel.resident_bytes(tensor.data_ptr(), 6 * MIB) == 6 * MIB
     assert arena.seconds > 0
     arena.close()
-
-
-def test_freed_slots_are_reused_and_nothing_grows(store):
-    slots = store.reserve([2 * MIB] * 4)
-    held = store.host_bytes
-    for _ in range(20):
-        store.release(slots)
-        slots = store.reserve([2 * MIB] * 4)
-    assert store.host_bytes == held == 8 * MIB
 
 
 def test_growth_takes_only_what_is_missing_and_moves_nothing(store):

@@ -149,6 +149,7 @@ def self_test(backend: MemoryBackend, storage: torch.UntypedStorage) -> None:
     """
     if storage.nbytes() < _SELF_TEST_BYTES:
         raise MemoryBackendError(f"a self-test needs {_SELF_TEST_BYTES} bytes, the storage has {storage.nbytes()}")
+    backend.refresh()
     refusal = backend.refusal(storage)
     if refusal is None:
         for _ in range(_SELF_TEST_TRIES):

@@ -79,6 +79,8 @@ class _Survey:
     """For each extent, its live blocks that are not asleep."""
     index: dict[int, int]
     """Block by address."""
+    requested: list[int]
+    """For each block the bytes that were asked for, as numbers that Python reads fast."""
     gives: list[int]
     """For each block what its sleep gives back: its extent if it is alone there, else itself."""
     generation: int
@@ -92,7 +94,7 @@ class _Survey:
 
     def _covered(self, storage: torch.UntypedStorage) -> int:
         at = self.index.get(storage.data_ptr(), -1)
-        return at if at < 0 or self.blocks.requested[at] <= storage.nbytes() else -1
+        return at if at < 0 or self.requested[at] <= storage.nbytes() else -1
 
     def mark(self, blocks: Int64s, asleep: bool) -> Int64s:
         """Mark blocks; return those that changed."""
@@ -124,7 +126,8 @@ def _new_survey(extents: Extents, generation: int, serial: int, before: _Survey 
     index = dict(zip(blocks.address.tolist(), range(len(asleep)), strict=True))
     alone = np.bincount(blocks.stretch, minlength=len(extents))[blocks.stretch] == 1
     gives = np.where(alone, extents["nbytes"][blocks.stretch], blocks.nbytes).tolist()
-    return _Survey(extents, blocks, asleep, awake_in, index, gives, generation, serial)
+    requested = blocks.requested.tolist()
+    return _Survey(extents, blocks, asleep, awake_in, index, requested, gives, generation, serial)
 
 
 def _keys(survey: _Survey) -> npt.NDArray[np.void]:
@@ -153,7 +156,7 @@ def _exclusive(method: Callable[Concatenate[VmmBackend, P], R]) -> Callable[Conc
 class VmmBackend(MemoryBackend):
     """Gives back the pages of extents whose live blocks all sleep, and takes new ones at the same addresses.
 
-    One sleep: `prepare()` looks at the allocator, `strays()` names live blocks that nobody else knows,
+    One sleep: `refresh()` looks at the allocator, `strays()` names live blocks that nobody else knows,
     `release()` any number of times, later `restore()` any number of times. The caller has waited for all work
     that uses what it releases: pages go at once. Thread-safe.
     """
@@ -171,7 +174,7 @@ class VmmBackend(MemoryBackend):
         self._borrowed: dict[tuple[int, int, int], torch.UntypedStorage] = {}
 
     @_exclusive
-    def prepare(self) -> None:
+    def refresh(self) -> None:
         """Look at the allocator anew: at the start of a sleep, after caches were dropped.
 
         Raises:
@@ -187,7 +190,7 @@ class VmmBackend(MemoryBackend):
         survey, block = self._known(storage)
         if block is None:
             return "allocated outside torpor.pool()"
-        requested = survey.blocks.requested[block]
+        requested = survey.requested[block]
         if storage.nbytes() < requested:
             return f"a part of a block of {requested} bytes that belongs to something else"
         return None

@@ -103,8 +103,8 @@ class Arena:
             start = time.perf_counter()
             taken: list[tuple[int, int]] = []
             try:
+                self._fault_in(first, first + nbytes)
                 for begin, end in _cut(first, first + nbytes):
-                    self._fault_in(begin, end)
                     self._register(begin, end)
                     taken.append((begin, end))
             except BaseException:

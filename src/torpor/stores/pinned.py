@@ -94,6 +94,7 @@ class PinnedStore(AddressableStore):
             return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
+        self._require_open()
         with self._lock:
             self._free.give(slots)
         if not self._retain:
@@ -133,6 +134,7 @@ class PinnedStore(AddressableStore):
         if not self._closed:
             self._settle()
             self._closed = True
+            self._free = FreeList(_ALIGNMENT_BYTES)
             self._arena.close()
 
     def describe(self) -> str:
