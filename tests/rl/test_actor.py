@@ -198,6 +198,20 @@ def test_train_wakes_by_itself(tmp_path: Path, lazy_wake: bool) -> None:
     assert_same_tensors(*states)
 
 
+def test_a_lazy_wake_is_accounted_for_in_full(tmp_path: Path) -> None:
+    ledgers: list[Ledger] = []
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "on_ledger": ledgers.append}
+    with make_actor(tmp_path, **options) as actor:
+        batches = [batch_for(actor, version=version) for version in range(2)]
+        actor.train(batches[0])
+        actor.sleep()
+        actor.train(batches[1])
+    slept, *woken = ledgers
+    assert [ledger.kind for ledger in woken] == ["wake", "wake"]
+    assert slept.copied_bytes == sum(ledger.copied_bytes for ledger in woken) > 0
+    assert {row.component for row in woken[1].rows} == {"optimizer"}
+
+
 def test_without_offload_nothing_sleeps(tmp_path: Path) -> None:
     with make_actor(tmp_path, offload=False) as actor:
         actor.sleep()

@@ -130,10 +130,10 @@ def _clock(seconds: float) -> str:
 
 
 _PHASES = {
-    "weights": ("update_weights", "engine_wake"),
+    "weights": ("engine_wake", "update_weights"),
     "evaluate": ("evaluate",),
-    "generate": ("generate", "engine_sleep"),
-    "wake": ("actor_wake",),
+    "generate": ("generate",),
+    "wake": ("engine_sleep", "actor_wake"),
     "train": ("train",),
     "sleep": ("actor_sleep",),
     "save": ("checkpoint",),

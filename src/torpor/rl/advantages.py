@@ -15,8 +15,8 @@ def group_advantages(reward_GK: Tensor, *, normalize_std: bool) -> Tensor:
     """Reward minus the mean of its group, divided by the group's standard deviation if asked.
 
     With division: GRPO (arXiv:2402.03300), population standard deviation. Without: Dr. GRPO
-    (arXiv:2503.20783), which does not weigh a question by how evenly its samples split. A group whose rewards are all equal gets
-    exactly 0.
+    (arXiv:2503.20783), which does not weigh a question by how evenly its samples split. A group whose rewards
+    are all equal gets exactly 0.
 
     Returns:
         Advantages, shape `[G, K]`, in the dtype of the rewards.
