@@ -157,6 +157,7 @@ def _terminal() -> Console:
 def test_bars_show_rate_and_time_left() -> None:
     console = _terminal()
     with RunConsole(total_steps=10, console=console) as shown:
+        shown.step_begins()
         shown.step_done("step 1")
         with shown.phase("train", total=4, unit="groups") as counter:
             counter.advance(3)

@@ -9,6 +9,7 @@ import torch
 from test_actor import batch_for, make_actor
 
 from torpor.errors import UsageError
+from torpor.memory.madvise import MadviseBackend
 from torpor.rl.checkpoint import (
     join_optimizer_state,
     latest_checkpoint,
@@ -59,6 +60,12 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
     assert {name: value.tolist() for name, value in read.items()} == {
         name: value.tolist() for name, value in tensors.items()
     }
+
+
+def test_what_is_read_can_be_put_to_sleep(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "t.safetensors", {"weight": torch.zeros(1024, 1024)})
+    (read,) = read_tensors(tmp_path / "t.safetensors").values()
+    assert MadviseBackend().refusal(read.untyped_storage()) is None
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "rmsprop"])

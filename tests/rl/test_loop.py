@@ -137,6 +137,17 @@ def test_greedy_evaluation_repeats_itself(tmp_path: Path) -> None:
         assert job.recorder.metrics.values()["eval/reward"] == pytest.approx(first)
 
 
+def test_each_step_samples_with_a_seed_of_its_own(tmp_path: Path) -> None:
+    seeds = []
+    with open_job(small_config(tmp_path, seed=1)) as job:
+        generate = job.engine.generate
+        job.engine.generate = lambda prompts, sampling: seeds.append(sampling.seed) or generate(prompts, sampling)  # type: ignore[func-returns-value,method-assign]
+        wake_engine(job)
+        batches = [roll_out(job, step) for step in (0, 1, 0)]
+    assert len({*seeds, 0, 1}) == 4
+    assert batches[0] == batches[2] != batches[1]
+
+
 def test_a_failing_step_leaves_no_store_behind(tmp_path: Path) -> None:
     def fail() -> None:
         with open_job(small_config(tmp_path)) as job:

@@ -36,7 +36,9 @@ class RunConsole:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._run = self._bars.add_task("step", total=total_steps, completed=first_step, first=first_step, unit="steps")
+        self._run = self._bars.add_task(
+            "step", start=False, total=total_steps, completed=first_step, first=first_step, unit="steps"
+        )
         self._last_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -51,6 +53,10 @@ class RunConsole:
     def say(self, line: str) -> None:
         """Print a line above the bars."""
         self._console.print(line, markup=False, soft_wrap=True)
+
+    def step_begins(self) -> None:
+        """The clock of the run's bar starts with its first step, not with what is set up before."""
+        self._bars.start_task(self._run)
 
     def step_done(self, line: str) -> None:
         """Print the line of a step and move the bar of the run."""

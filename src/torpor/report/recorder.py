@@ -78,6 +78,7 @@ class Recorder:
         """One step: its metrics are written and its line is printed at the end of the block."""
         self._step = step
         self._memory.mark(step=step)
+        self.console.step_begins()
         start = time.perf_counter()
         yield
         self.metrics.record("time/step_s", Sum(time.perf_counter() - start))

@@ -78,7 +78,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, in memory of their own: what `load_file` gives cannot be put to sleep."""
+    """All tensors of a safetensors file, in memory of their own: `load_file` gives windows on the mapped file."""
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
