@@ -116,3 +116,13 @@ def test_kernels_take_over_where_the_engine_is_slow(shape):
     assert not any(ways[4:])
     assert len(ways) > 5
     store.close()
+
+
+def test_a_store_that_nobody_closed_leaves_no_registration_behind():
+    for _ in range(4):
+        store = PinnedStore()
+        slot = store.reserve([40 * MIB])[0]
+        address = store.tensor(slot).data_ptr()
+        assert store.tensor(slot).is_pinned()
+        del store
+    assert int(torch.cuda.cudart().cudaHostUnregister(address)) != 0, "nothing is registered there"

@@ -19,8 +19,8 @@ class PoolState(Enum):
     """What may be done with a pool that was set aside."""
 
     AWAKE = auto()
-    """All its memory has pages: torch may allocate in it."""
     ASLEEP = auto()
+    """Something in it sleeps."""
     DEAD = auto()
     """It slept, and nothing in it is alive: its addresses can go."""
 
@@ -39,8 +39,8 @@ class Pools:
     """Torch memory pools over one `VmmLibrary`.
 
     Torch lets one scope at a time allocate in a pool, so each open scope has a pool to itself; closed, the
-    pool waits for the next scope. A pool in which something sleeps is set aside until it is awake: torch
-    would hand out its cached blocks, which have no memory.
+    pool waits for the next scope. While anything sleeps, the pools there were are set aside and new scopes get
+    new pools: torch would hand out cached blocks that have no memory.
     """
 
     def __init__(self, library: VmmLibrary) -> None:
@@ -54,7 +54,7 @@ class Pools:
         self._aside: dict[int, list[torch.cuda.MemPool]] = {}
         self._open: list[_Scope] = []
         self.generation = 0
-        """Grows whenever blocks may have been allocated since the last `suspend`."""
+        """Grows when torch may allocate again in pools that were set aside."""
         self.states: Callable[[int], Mapping[PoolId, PoolState]] = lambda device: {}
         """The state of each pool of a device that has memory; set by the backend."""
 
@@ -110,24 +110,24 @@ class Pools:
         self._usable.setdefault(scope.device, []).append(scope.mempool)
 
     def _reclaim(self, device: int) -> None:
-        """Take pools back into use that are awake again; let go of dead ones."""
+        """Take the pools back into use once all of them are awake; let go of dead ones."""
         aside = self._aside.pop(device, [])
-        states = self.states(device) if aside else {}
-        for mempool in aside:
-            state = states.get(mempool.id, PoolState.AWAKE)
-            if state is PoolState.AWAKE:
-                self._usable.setdefault(device, []).append(mempool)
-            elif state is PoolState.ASLEEP:
-                self._aside.setdefault(device, []).append(mempool)
-        if not self._aside.get(device):
-            self._library.seal(device, False)
+        if not aside:
+            return
+        states = self.states(device)
+        alive = [mempool for mempool in aside if states.get(mempool.id) is not PoolState.DEAD]
+        if PoolState.ASLEEP in states.values():
+            self._aside[device] = alive
+            return
+        self._usable.setdefault(device, []).extend(alive)
+        self._library.seal(device, False)
+        self.generation += 1
 
     def _new(self, device: int) -> torch.cuda.MemPool:
         with torch.cuda.device(device):
             return torch.cuda.MemPool(self._allocator.allocator())  # type: ignore[no-untyped-call]
 
     def _start(self, scope: _Scope) -> None:
-        self.generation += 1
         if scope.thread is None:
             torch._C._cuda_beginAllocateToPool(scope.device, scope.mempool.id)
         else:
@@ -136,4 +136,3 @@ class Pools:
     def _stop(self, scope: _Scope) -> None:
         torch._C._cuda_endAllocateToPool(scope.device, scope.mempool.id)
         torch._C._cuda_releasePool(scope.device, scope.mempool.id)
-        self.generation += 1

@@ -84,7 +84,7 @@ class _Survey:
     gives: list[int]
     """For each block what its sleep gives back: its extent if it is alone there, else itself."""
     generation: int
-    """Of the pools; a later one may have allocated more."""
+    """Of the pools; a later one may have allocated in the same places."""
     serial: int
     """Of the library; a later one has more extents."""
 
@@ -98,8 +98,9 @@ class _Survey:
 
     def mark(self, blocks: Int64s, asleep: bool) -> Int64s:
         """Mark blocks; return those that changed."""
-        changed = np.unique(blocks[self.asleep[blocks] != asleep])
-        self.asleep[changed] = asleep
+        before = self.asleep.copy()
+        self.asleep[blocks] = asleep
+        changed = np.flatnonzero(self.asleep != before)
         counts = np.bincount(self.blocks.stretch[changed], minlength=len(self.awake_in))
         self.awake_in += -counts if asleep else counts
         return changed
@@ -107,7 +108,7 @@ class _Survey:
     def mates(self, blocks: Int64s) -> Bools:
         """For each extent, whether it has memory of a pool that one of `blocks` is in."""
         found = np.zeros(len(self.extents), np.bool_)
-        for pool_index in np.unique(self.blocks.pool[blocks]).tolist():
+        for pool_index in set(self.blocks.pool[blocks].tolist()):
             found[self.blocks.homes[pool_index]] = True
         return found
 
@@ -283,6 +284,11 @@ class VmmBackend(MemoryBackend):
             needed += int(survey.extents["nbytes"][np.isin(survey.extents["address"], coming)].sum())
         return needed
 
+    @_exclusive
+    def pool_ids(self) -> set[PoolId]:
+        """The allocator's ids of the pools with memory of ours, as of the last `refresh`."""
+        return {pool_id for survey in self._surveys.values() for pool_id in survey.blocks.pools}
+
     def free_bytes(self, device: torch.device) -> int:
         """By the driver."""
         return cuda.free_bytes(device)
@@ -342,11 +348,14 @@ class VmmBackend(MemoryBackend):
     def _pool_states(self, device: int) -> dict[PoolId, PoolState]:
         survey = self._survey(device)
         mapped = survey.extents["mapped"] == 1
+        asleep = set(survey.blocks.pool[survey.asleep].tolist())
         alive = set(survey.blocks.pool.tolist())
         states: dict[PoolId, PoolState] = {}
         for i, (pool_id, home) in enumerate(zip(survey.blocks.pools, survey.blocks.homes, strict=True)):
-            asleep = PoolState.ASLEEP if i in alive else PoolState.DEAD
-            states[pool_id] = PoolState.AWAKE if mapped[home].all() else asleep
+            if i in asleep:
+                states[pool_id] = PoolState.ASLEEP
+            else:
+                states[pool_id] = PoolState.DEAD if i not in alive and not mapped[home].all() else PoolState.AWAKE
         return states
 
     def _as_shortage(self, error: DriverError, survey: _Survey, addresses: list[int]) -> TorporError:

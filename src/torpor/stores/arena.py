@@ -14,6 +14,7 @@ import os
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -70,6 +71,8 @@ class Arena:
         self._ranges: dict[int, int] = {}
         """Begin and end, in bytes from the start, of each range that was registered in one call."""
         self._closed = False
+        # memory that goes while it is registered leaves a registration that the next mapping there runs into
+        self._finalizer = weakref.finalize(self, _unregister_all, self._memory, self._ranges, self.registers)
 
     @property
     def held_bytes(self) -> int:
@@ -141,6 +144,7 @@ class Arena:
             for begin, _ in self.ranges():
                 self.give(begin)
             self._closed = True
+            self._finalizer.detach()
             self._memory = torch.empty(0, dtype=torch.uint8)
 
     def describe(self) -> str:
@@ -170,7 +174,7 @@ class Arena:
             return
         code = _cudart().cudaHostRegister(self._address + begin, end - begin, _HOST_REGISTER_PORTABLE)
         if int(code) != 0:
-            reason = f"The CUDA runtime would not page-lock it ({code}): see 'ulimit -l', or use store='pageable'."
+            reason = f"The CUDA runtime would not page-lock it (error {int(code)}): see 'ulimit -l'."
             raise StoreFullError(end - begin, kernel.available_bytes(), self.describe(), reason)
 
     def _unregister(self, begin: int) -> None:
@@ -221,6 +225,11 @@ def _prefer_node(address: int, nbytes: int, node: int) -> None:
         _libc.syscall(
             number, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_PREFERRED, words, ctypes.c_ulong(1024), 0
         )
+
+
+def _unregister_all(memory: torch.Tensor, ranges: dict[int, int], registered: bool) -> None:
+    for begin in ranges if registered else ():
+        _cudart().cudaHostUnregister(memory.data_ptr() + begin)
 
 
 def _cudart() -> Any:
