@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -16,6 +17,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 #: The CPU build that the examples and tests were measured with; any torch from 2.11 on works.
 CPU_TORCH = "2.13.0"
+_PIP_STEPS = ("Collecting", "Downloading", "Building", "Installing", "Processing", "Obtaining")
 
 
 def ensure(extras: str, without_dependencies: tuple[str, ...] = ()) -> Path:
@@ -67,7 +69,16 @@ def _succeeds(*command: str) -> bool:
 
 
 def _pip(what: str, *arguments: str) -> None:
+    """Run pip, showing what it is at and the seconds gone; all it said if it fails."""
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
     print(f"torpor: {what}", flush=True)
-    command = [str(PYTHON), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
-    if subprocess.run(command, check=False).returncode:
-        sys.exit(f"torpor: {what} failed; the command was: {' '.join(command)}")
+    start = shown = time.monotonic()
+    said: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        for line in pip.stdout or ():
+            said.append(line)
+            if line.startswith(_PIP_STEPS) and time.monotonic() - shown > 2:
+                shown = time.monotonic()
+                print(f"  {shown - start:4.0f} s  {line.strip()[:100]}", flush=True)
+    if pip.returncode:
+        sys.exit("".join(said) + f"torpor: {what} failed; the command was: {' '.join(command)}")

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torpor.kinds import Fate, Role, State
     from torpor.ledger import Ledger
+    from torpor.memory.vmm import pool
     from torpor.rules.derived import derived
     from torpor.sleeper import Sleeper
 
 __version__ = "0.1.0"
-__all__ = ["Fate", "Ledger", "Role", "Sleeper", "State", "__version__", "derived"]
+__all__ = ["Fate", "Ledger", "Role", "Sleeper", "State", "__version__", "derived", "pool"]
 
 _HOME = {
     "Fate": "torpor.kinds",
@@ -25,6 +26,7 @@ _HOME = {
     "Ledger": "torpor.ledger",
     "Sleeper": "torpor.sleeper",
     "derived": "torpor.rules.derived",
+    "pool": "torpor.memory.vmm",
 }
 
 

@@ -245,8 +245,6 @@ def _in_order(entries: list[Entry]) -> list[Entry]:
 
 
 _GIVES_UP_CONTENTS = frozenset({Fate.ZEROED, Fate.DROPPED, Fate.REBUILT})
-#: For the rule of torch.nn an adapter is a parameter: whoever knows that it is an adapter knows more.
-_STRENGTH = {role: -1 if role is Role.ADAPTER else role.rank for role in Role}
 
 
 _Verdict: TypeAlias = tuple[tuple[Claim, ...], Fate, str]
@@ -254,7 +252,7 @@ _Verdict: TypeAlias = tuple[tuple[Claim, ...], Fate, str]
 
 
 def _strength(claim: Claim) -> int:
-    return _STRENGTH[claim.role]
+    return claim.role.rank
 
 
 class _Gates:

@@ -7,10 +7,11 @@ from enum import StrEnum
 
 class Role(StrEnum):
     """What a storage is. Declared from the strongest to the weakest: where two claims meet on one
-    storage, the role declared first wins (a tied weight that is also a plain attribute is a `PARAM`)."""
+    storage, the role declared first wins (a tied weight that is also a plain attribute is a `PARAM`, and who
+    knows that a parameter is an adapter knows more)."""
 
-    PARAM = "param"
     ADAPTER = "adapter"
+    PARAM = "param"
     MASTER = "master"
     MOMENT = "moment"
     BUFFER = "buffer"

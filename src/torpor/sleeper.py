@@ -16,7 +16,6 @@ leftovers are removed by the next run.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,15 +28,15 @@ from torpor.background import Handle
 from torpor.errors import AsleepError, ClosedError, UsageError
 from torpor.falling import Falling, Sleeping, drop_caches
 from torpor.guards import Guards
-from torpor.inventory import Inventory, take_inventory
+from torpor.inventory import Entry, Inventory, collector_paused, take_inventory
 from torpor.kinds import Fate, Role, State
 from torpor.ledger import Ledger, Row, Stopwatch, add_up
 from torpor.leftovers import find_leftovers
 from torpor.memory import open_backends
-from torpor.memory.base import MemoryBackend
+from torpor.memory.base import MemoryBackend, byte_view
 from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
-from torpor.rules.base import Actor, Rule
+from torpor.rules.base import Actor, Claim, Rule
 from torpor.rules.derived import Derived
 from torpor.rules.standard import standard_rules
 from torpor.shelf import Shelf
@@ -66,9 +65,12 @@ class Sleeper:
         extra: component name -> tensors the modules do not reach, in any nesting of containers. A plain
             list or tensor becomes the component `"extra"`.
         derived: caches that can be dropped or computed again, from `torpor.derived(...)`.
-        store: where bytes wait: `"file"` (node-local disk), `"pageable"` (host memory), or a `Store`.
+        store: where bytes wait: `"file"` (node-local disk), `"pageable"` or `"pinned"` (host memory), or a `Store`.
+            Default: `"pinned"` once CUDA is in use, else `"file"`.
         store_dir: directory of the file store; private to the user, on a disk. Default: see `FileStore`.
-        memory: how memory is given back: `"auto"`, the name of one backend (`"madvise"`, `"resize"`), or backends.
+        memory: how memory is given back: `"auto"`, the name of one backend (`"madvise"`, `"resize"`, `"vmm"`), or
+            backends. `"auto"` is `madvise` for host memory; on a GPU `vmm` for what `torpor.pool()` holds and
+            `resize` for the rest.
         verify: compare each storage's fingerprint at wake with the one taken at sleep, and rebuild what is to be
             rebuilt once before its original is freed.
         keep: components that never sleep.
@@ -92,7 +94,7 @@ class Sleeper:
         | None = None,
         extra: Mapping[str, object] | Sequence[object] | torch.Tensor | None = None,
         derived: Sequence[Derived] = (),
-        store: str | Store = "file",
+        store: str | Store | None = None,
         store_dir: str | Path | None = None,
         memory: str | Sequence[MemoryBackend] = "auto",
         verify: bool = True,
@@ -338,7 +340,7 @@ class Sleeper:
         on_freed: Callable[[int], None] = lambda _: None,
         only: Collection[int] | None = None,
     ) -> Ledger:
-        with self._lock, _no_garbage_collection():
+        with self._lock, collector_paused():
             self._require_open()
             watch = Stopwatch()
             ledger = self._open_ledger("sleep")
@@ -379,7 +381,7 @@ class Sleeper:
         return [*sleepers, *staying]
 
     def _wake(self, sleepers: Sequence[Sleeping], wait_s: float) -> Ledger:
-        with self._lock, _no_garbage_collection():
+        with self._lock, collector_paused():
             self._require_open()
             watch = Stopwatch()
             ledger = self._open_ledger("wake")
@@ -401,6 +403,8 @@ class Sleeper:
     def _plan(self, names: _Names, need_bytes: int | None, only: Collection[int] | None = None) -> Plan:
         """Decisions for everything that is awake, in `names`, and in `only` if given."""
         self._shelf.sweep()
+        for backend in self._every_backend():
+            backend.refresh()
         inventory = self._inventory()
         self._require_known(names, inventory)
         asleep = self._asleep_keys()
@@ -411,9 +415,6 @@ class Sleeper:
             and entry.storage._cdata not in asleep
             and (only is None or entry.storage._cdata in only)
         ]
-        for backends in self._backends.values():
-            for backend in backends:
-                backend.refresh()
         plan = decide(entries, self._backends, self._keep)
         plan.known = asleep | {s._cdata for entry in inventory.entries for s in entry.storages}
         if need_bytes is None:
@@ -427,7 +428,15 @@ class Sleeper:
         return Plan(choose_bytes(plan.decisions, need_bytes), plan.known)
 
     def _inventory(self) -> Inventory:
-        return take_inventory(self._actor, self._rules)
+        """What the rules know, and what only a backend sees: live memory of its own that nobody claimed."""
+        inventory = take_inventory(self._actor, self._rules)
+        known = [storage for entry in inventory.entries for storage in entry.storages]
+        for backend in self._every_backend():
+            inventory.entries += [_stray(storage) for storage in backend.strays(known)]
+        return inventory
+
+    def _every_backend(self) -> list[MemoryBackend]:
+        return [backend for backends in self._backends.values() for backend in backends]
 
     def _adopt(self, sleepers: Sequence[Sleeping]) -> None:
         for sleeping in sleepers:
@@ -532,16 +541,23 @@ class Sleeper:
             raise ClosedError("this sleeper was closed; make a new one")
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Records of many storages at once make Python look for cycles again and again; it finds none among them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _stray(storage: torch.UntypedStorage) -> Entry:
+    """The entry of memory that some tensor out of sight owns: moved by address, never lost."""
+    name = f"block of {storage.nbytes()} bytes at {storage.data_ptr():#x}"
+    claim = Claim(name, byte_view(storage), Role.OTHER, "other")
+    return Entry(
+        storage=storage,
+        nbytes=storage.nbytes(),
+        device=storage.device,
+        address=storage.data_ptr(),
+        role=claim.role,
+        component=claim.component,
+        names=(name,),
+        claims=(claim,),
+        fate=Fate.MOVED,
+        reason="live in torpor.pool(), and no rule knows it",
+        storages=(storage,),
+    )
 
 
 def _drain(decisions: Sequence[Decision]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from torpor.stores.base import AddressableStore, BlockStore, Slot, Store
+from torpor.transfer_cuda import load_to_cuda, save_from_cuda
 
 #: Reads and writes in flight at a time; more than two did not move a disk faster where it was measured.
 _WORKERS = 2
@@ -69,13 +70,15 @@ def save(pieces: Sequence[Piece], store: Store) -> Moved:
         StoreError: the store refused. Slots may hold anything then.
     """
     start = time.perf_counter()
-    if pieces and isinstance(store, AddressableStore):
-        for piece in pieces:
-            store.tensor(piece.slot).copy_(piece.home, non_blocking=True)
-        _finish(pieces)
-    elif pieces and isinstance(store, BlockStore):
-        _write(pieces, store)
-        store.sync()
+    if isinstance(store, AddressableStore):
+        on_gpus, on_host = _by_home(pieces)
+        for piece in on_host:
+            store.tensor(piece.slot).copy_(piece.home)
+        save_from_cuda(on_gpus, store)
+    elif pieces:
+        blocks = _blockwise(store)
+        _write(pieces, blocks)
+        blocks.sync()
     return Moved(sum(piece.slot.nbytes for piece in pieces), time.perf_counter() - start)
 
 
@@ -86,12 +89,13 @@ def load(pieces: Sequence[Piece], store: Store) -> Moved:
         StoreError: the store refused. Pieces may hold anything then.
     """
     start = time.perf_counter()
-    if pieces and isinstance(store, AddressableStore):
-        for piece in pieces:
-            piece.home.copy_(store.tensor(piece.slot), non_blocking=True)
-        _finish(pieces)
-    elif pieces and isinstance(store, BlockStore):
-        _read(pieces, store)
+    if isinstance(store, AddressableStore):
+        on_gpus, on_host = _by_home(pieces)
+        for piece in on_host:
+            piece.home.copy_(store.tensor(piece.slot))
+        load_to_cuda(on_gpus, store)
+    elif pieces:
+        _read(pieces, _blockwise(store))
     return Moved(sum(piece.slot.nbytes for piece in pieces), time.perf_counter() - start)
 
 
@@ -104,19 +108,23 @@ def read(store: Store, slot: Slot, start: int, nbytes: int) -> torch.Tensor:
     out = torch.empty(nbytes, dtype=torch.uint8)
     if isinstance(store, AddressableStore):
         return out.copy_(store.tensor(slot)[start : start + nbytes])
-    if isinstance(store, BlockStore):
-        shift = (slot.offset + start) % store.alignment_bytes
-        # a piece must begin at a multiple of the alignment: read a little more in front
-        padded = torch.empty(shift + nbytes, dtype=torch.uint8) if shift else out
-        _read([Piece(padded, Slot(slot.offset + start - shift, shift + nbytes))], store)
-        return out.copy_(padded[shift:]) if shift else out
-    raise TypeError(f"{type(store).__name__} is neither an AddressableStore nor a BlockStore")
+    blocks = _blockwise(store)
+    shift = (slot.offset + start) % blocks.alignment_bytes
+    # a piece must begin at a multiple of the alignment: read a little more in front
+    padded = torch.empty(shift + nbytes, dtype=torch.uint8) if shift else out
+    _read([Piece(padded, Slot(slot.offset + start - shift, shift + nbytes))], blocks)
+    return out.copy_(padded[shift:]) if shift else out
 
 
-def _finish(pieces: Sequence[Piece]) -> None:
-    """Copies from and to a GPU are over when this returns."""
-    for device in {piece.home.device for piece in pieces if piece.home.is_cuda}:
-        torch.cuda.synchronize(device)
+def _blockwise(store: Store) -> BlockStore:
+    if not isinstance(store, BlockStore):
+        raise TypeError(f"{type(store).__name__} is neither an AddressableStore nor a BlockStore")
+    return store
+
+
+def _by_home(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Those on GPUs, and the others."""
+    return [piece for piece in pieces if piece.home.is_cuda], [piece for piece in pieces if not piece.home.is_cuda]
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_
     deadline = time.monotonic() + wait_s
     for backend, group in groups:
         for device in {sleeping.decision.entry.device for sleeping in group}:
-            needed = sum(s.decision.releasable_bytes for s in group if s.decision.entry.device == device)
+            needed = backend.needed_bytes([s.storage for s in group if s.decision.entry.device == device])
             while (free := backend.free_bytes(device)) < needed:
                 if time.monotonic() >= deadline:
                     raise NotEnoughMemoryError(

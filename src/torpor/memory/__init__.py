@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 
-from torpor.errors import UsageError
+import torch
+
+from torpor.errors import UnsupportedError, UsageError
 from torpor.memory.base import MemoryBackend
 
-#: Backend name -> where it lives; imported when it is asked for.
-BACKENDS = {
-    "madvise": "torpor.memory.madvise:MadviseBackend",
-    "resize": "torpor.memory.resize:ResizeBackend",
-}
-#: What `memory="auto"` means.
-_AUTO = ("madvise",)
+_NAMES = ("auto", "madvise", "resize", "vmm")
 
 
 def open_backends(memory: str | Sequence[MemoryBackend]) -> Mapping[str, Sequence[MemoryBackend]]:
     """Backends by `torch.device.type`, the preferred one first.
 
+    Args:
+        memory: backends, or a name. `"auto"`: `madvise`, and once CUDA is in use `vmm` (where it can be) and
+            `resize`. `"resize"`: on the CPU, and once CUDA is in use on GPUs.
+
     Raises:
         UsageError: an unknown name, with the names there are.
+        UnsupportedError: `"vmm"` where it cannot be, with the reason.
     """
-    backends = [_make(name) for name in (_AUTO if memory == "auto" else (memory,))] if isinstance(memory, str) else memory
+    backends = _by_name(memory) if isinstance(memory, str) else memory
     by_device: dict[str, list[MemoryBackend]] = {}
     for backend in backends:
         by_device.setdefault(backend.device_type, []).append(backend)
     return by_device
 
 
-def _make(name: str) -> MemoryBackend:
-    if name not in BACKENDS:
-        raise UsageError(f"memory={name!r}: unknown backend; there are 'auto', {', '.join(map(repr, BACKENDS))}")
-    module, _, attribute = BACKENDS[name].partition(":")
-    backend = getattr(import_module(module), attribute)()
-    if not isinstance(backend, MemoryBackend):
-        raise TypeError(f"{BACKENDS[name]} is no MemoryBackend")
-    return backend
+def _by_name(name: str) -> list[MemoryBackend]:
+    from torpor.memory.madvise import MadviseBackend
+    from torpor.memory.resize import ResizeBackend
+
+    on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if name == "auto":
+        return [MadviseBackend(), *(_on_gpus() if on_gpus else ())]
+    if name == "madvise":
+        return [MadviseBackend()]
+    if name == "resize":
+        from torpor.memory.resize_cuda import CudaResizeBackend
+
+        return [ResizeBackend(), *([CudaResizeBackend()] if on_gpus else ())]
+    if name == "vmm":
+        from torpor.memory.vmm import vmm_backend
+
+        return [vmm_backend()]
+    raise UsageError(f"memory={name!r}: unknown backend; there are {', '.join(map(repr, _NAMES))}")
+
+
+def _on_gpus() -> list[MemoryBackend]:
+    from torpor.memory.resize_cuda import CudaResizeBackend
+    from torpor.memory.vmm import vmm_backend
+
+    try:
+        vmm = vmm_backend()
+    except UnsupportedError:  # `memory="vmm"` and `torpor.pool()` say why; here the next best will do
+        return [CudaResizeBackend()]
+    return [vmm, CudaResizeBackend(vmm.pool_ids)]

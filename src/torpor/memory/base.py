@@ -61,6 +61,14 @@ class MemoryBackend(ABC):
             MemoryBackendError: the system refused. All `storages` are released as before the call.
         """
 
+    def strays(self, known: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Live memory of this backend's own allocator that is neither in `known` nor asleep, as storages."""
+        return []
+
+    def needed_bytes(self, storages: Sequence[torch.UntypedStorage]) -> int:
+        """Bytes that `restore(storages)` would take now."""
+        return sum(self.releasable_bytes(storage) for storage in storages)
+
     @abstractmethod
     def free_bytes(self, device: torch.device) -> int:
         """Bytes that `restore` could take now on `device`, by the judgement of driver or kernel."""

@@ -63,6 +63,9 @@ class ResizeBackend(MemoryBackend):
         for storage in storages:
             self._sizes.pop(storage._cdata, None)
 
+    def needed_bytes(self, storages: Sequence[torch.UntypedStorage]) -> int:
+        return sum(self._sizes.get(storage._cdata, 0) for storage in storages)
+
     def free_bytes(self, device: torch.device) -> int:
         return kernel.available_bytes()
 
