@@ -78,6 +78,7 @@ class FileStore(BlockStore):
             self._file_name, self._fd = self._directory.create(rank)
         self._finalizer = weakref.finalize(self, _remove, self._directory, self._file_name, self._fd, os.getpid())
         self._direct = _is_direct(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead into the cache would stay there
 
     @property
     def path(self) -> Path:
@@ -154,6 +155,7 @@ class FileStore(BlockStore):
     def close(self) -> None:
         self._finalizer()
         self._ring.clear()
+        self._end = 0
 
     def describe(self) -> str:
         return f"file {self.path} ({'direct' if self._direct else 'buffered, evicted'} I/O)"

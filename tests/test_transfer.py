@@ -1,0 +1,202 @@
+"""Blocks of a transfer, on a store that writes down what it is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.store_contract import noise
+from torpor.errors import StoreError
+from torpor.stores.base import BlockStore, Slot, Store
+from torpor.stores.slots import up
+from torpor.transfer import Moved, Piece, load, read, save
+
+_ALIGNMENT = 512
+_CHUNK = 4 * _ALIGNMENT
+
+
+class Recording(BlockStore):
+    """Blocks in one tensor, and every call in a list."""
+
+    name = "recording"
+    alignment_bytes = _ALIGNMENT
+    chunk_bytes = _CHUNK
+
+    def __init__(self, nbytes: int, ring: int = 3) -> None:
+        super().__init__()
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+        self.ring = [torch.zeros(_CHUNK, dtype=torch.uint8) for _ in range(ring)]
+        self.calls: list[tuple[str, int, int]] = []
+        self.at_once, self.most_at_once = 0, 0
+        self.lock = threading.Lock()
+        self.fail_at = 0
+
+    def reserve(self, sizes_bytes: Sequence[int]) -> list[Slot]:
+        raise NotImplementedError
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        raise NotImplementedError
+
+    reserved_bytes = host_bytes = 0
+    memory = ()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        return "a tensor"
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        return self.ring
+
+    def write_block(self, offset: int, block: torch.Tensor) -> None:
+        self._note("write", offset, block)
+        self.bytes[offset : offset + block.numel()].copy_(block)
+
+    def read_block(self, offset: int, block: torch.Tensor) -> None:
+        self._note("read", offset, block)
+        block.copy_(self.bytes[offset : offset + block.numel()])
+
+    def sync(self) -> None:
+        self.calls.append(("sync", 0, 0))
+
+    def _note(self, what: str, offset: int, block: torch.Tensor) -> None:
+        with self.lock:
+            self.calls.append((what, offset, block.numel()))
+            number = len(self.calls)
+        if self.fail_at and number >= self.fail_at:
+            raise StoreError(f"call {number}")
+
+
+def lay(sizes: list[int], gaps: list[int] | None = None) -> list[Slot]:
+    """Slots one behind the other, with `gaps` aligned blocks in front of each."""
+    slots, offset = [], 0
+    for i, size in enumerate(sizes):
+        offset += (gaps[i] if gaps else 0) * _ALIGNMENT
+        slots.append(Slot(offset, size))
+        offset += up(size, _ALIGNMENT)
+    return slots
+
+
+def pieces_of(slots: list[Slot]) -> list[Piece]:
+    return [Piece(noise(slot.nbytes, i), slot) for i, slot in enumerate(slots)]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3 * _CHUNK), st.integers(0, 2)), max_size=15), st.randoms(use_true_random=False)
+)
+def test_any_pieces_in_any_order_arrive_in_aligned_blocks(layout: list[tuple[int, int]], chance) -> None:
+    slots = lay([size for size, _ in layout], [gap for _, gap in layout])
+    pieces = pieces_of(slots)
+    chance.shuffle(pieces)
+    store = Recording(sum(size + 3 * _ALIGNMENT for size, _ in layout) + _ALIGNMENT)
+    moved = save(pieces, store)
+    assert moved.nbytes == sum(slot.nbytes for slot in slots)
+    for piece in pieces:
+        slot = piece.slot
+        assert torch.equal(store.bytes[slot.offset : slot.offset + slot.nbytes], piece.home)
+    back = [Piece(torch.zeros_like(piece.home), piece.slot) for piece in pieces]
+    load(back, store)
+    assert all(torch.equal(a.home, b.home) for a, b in zip(back, pieces, strict=True))
+    blocks = [(offset, nbytes) for what, offset, nbytes in store.calls if what != "sync"]
+    assert all(offset % _ALIGNMENT == nbytes % _ALIGNMENT == 0 < nbytes <= _CHUNK for offset, nbytes in blocks)
+    covered = {offset + i for offset, nbytes in blocks for i in range(0, nbytes, _ALIGNMENT)}
+    own = {s.offset + i for s in slots for i in range(0, s.nbytes, _ALIGNMENT)}
+    assert covered == own, "no block of somebody else's"
+
+
+def test_small_neighbours_share_a_block_and_large_ones_are_cut() -> None:
+    store = Recording(20 * _CHUNK)
+    save(pieces_of(lay([100, 200, 300, 400])), store)
+    assert store.calls == [("write", 0, _CHUNK), ("sync", 0, 0)]
+    store.calls.clear()
+    save(pieces_of(lay([100, 3 * _CHUNK])), store)
+    writes = sorted(store.calls)[1:]
+    assert writes == [
+        ("write", 0, _CHUNK),
+        ("write", _CHUNK, _CHUNK),
+        ("write", 2 * _CHUNK, _CHUNK),
+        ("write", 3 * _CHUNK, _ALIGNMENT),
+    ]
+
+
+def test_what_lies_apart_is_not_joined() -> None:
+    store = Recording(20 * _CHUNK)
+    save(pieces_of(lay([100, 100, 100], [0, 1, 0])), store)
+    assert sorted(store.calls)[1:] == [("write", 0, _ALIGNMENT), ("write", 2 * _ALIGNMENT, 2 * _ALIGNMENT)]
+
+
+def test_a_save_ends_with_one_sync_and_a_load_with_none() -> None:
+    store = Recording(20 * _CHUNK)
+    pieces = pieces_of(lay([_CHUNK] * 6))
+    save(pieces, store)
+    assert [what for what, _, _ in store.calls].count("sync") == 1
+    assert store.calls[-1][0] == "sync"
+    load(pieces, store)
+    assert store.calls[-1][0] == "read"
+
+
+def test_nothing_to_move_asks_nothing() -> None:
+    store = Recording(_CHUNK)
+    assert save([], store).nbytes == load([], store).nbytes == 0
+    assert store.calls == []
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+@pytest.mark.parametrize("direction", [save, load])
+def test_the_first_error_ends_it_as_it_came(direction, at: int) -> None:
+    store = Recording(20 * _CHUNK)
+    pieces = pieces_of(lay([_CHUNK] * 7))
+    store.fail_at = at
+    threads = threading.active_count()
+    with pytest.raises(StoreError, match=r"^call \d+$") as caught:
+        direction(pieces, store)
+    assert int(str(caught.value).split()[1]) >= at
+    assert caught.value.__context__ is None
+    assert ("sync", 0, 0) not in store.calls
+    assert len(store.calls) <= at + len(store.ring) + 1
+    assert threading.active_count() == threads
+    store.fail_at = 0
+    save(pieces, store)  # the ring is free again
+    assert torch.equal(read(store, pieces[3].slot, 0, _CHUNK), pieces[3].home)
+
+
+def test_two_transfers_at_once_do_not_mix() -> None:
+    store = Recording(64 * _CHUNK, ring=2)
+    one, other = (
+        pieces_of(lay([_CHUNK] * 32)),
+        [Piece(noise(_CHUNK, 100 + i), Slot((32 + i) * _CHUNK, _CHUNK)) for i in range(32)],
+    )
+    threads = [threading.Thread(target=save, args=(pieces, store)) for pieces in (one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for piece in [*one, *other]:
+        assert torch.equal(store.bytes[piece.slot.offset : piece.slot.offset + _CHUNK], piece.home)
+
+
+def test_a_homeless_kind_of_store_is_refused() -> None:
+    class Neither(Store):
+        name = "neither"
+        reserve = release = close = describe = reserved_bytes = host_bytes = memory = lambda self: None
+
+    piece = Piece(noise(10), Slot(0, 10))
+    with pytest.raises(TypeError, match="Neither is neither"):
+        read(Neither(), piece.slot, 0, 10)
+    for direction in (save, load):
+        with pytest.raises(TypeError, match="Neither is neither"):
+            direction([piece], Neither())
+
+
+def test_it_says_how_many_bytes_in_how_many_seconds() -> None:
+    moved = save(pieces_of(lay([1000, 24])), Recording(_CHUNK))
+    assert isinstance(moved, Moved)
+    assert moved.nbytes == 1024
+    assert moved.seconds > 0
