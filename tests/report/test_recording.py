@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -106,6 +107,14 @@ def test_readings_carry_phase_step_and_who_sleeps(tmp_path: Path) -> None:
         (4, "start", True),
     ]
     assert all(earlier["t_s"] <= later["t_s"] for earlier, later in itertools.pairwise(readings))
+
+
+def test_a_reading_is_cheap(tmp_path: Path) -> None:
+    with MemorySampler(tmp_path / "memory.jsonl", interval_s=60) as sampler:
+        start_s = time.thread_time()
+        for step in range(100):
+            sampler.mark(step=step)
+        assert (time.thread_time() - start_s) / 200 < 500e-6  # 1% of a core at the default interval
 
 
 def test_the_thread_reads_by_itself_and_a_second_part_goes_on_in_time(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ def test_each_step_samples_with_a_seed_of_its_own(tmp_path: Path) -> None:
         batches = [roll_out(job, step) for step in (0, 1, 0)]
     assert len({*seeds, 0, 1}) == 4
     assert batches[0] == batches[2] != batches[1]
+    prompts = [[group.tokens.prompt_ids for group in batch.groups] for batch in batches]
+    assert prompts[0] != prompts[1]
 
 
 def test_a_failing_step_leaves_no_store_behind(tmp_path: Path) -> None:

@@ -17,6 +17,16 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a run got as far as its first metrics."""
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
+
+    def clear(self) -> None:
+        """Remove what an attempt left that ended before its run began."""
+        for path in (self.metrics, self.ledgers, self.samples, self.memory):
+            path.unlink(missing_ok=True)
+
+    @property
     def config(self) -> Path:
         """The resolved configuration, JSON."""
         return self.path / "config.json"

@@ -8,6 +8,8 @@
     actor.close()                   awake, hooks gone, store removed
 
 With `offload=False` the same calls do the same arithmetic, and `sleep` does nothing.
+
+Letter: `T` answer tokens of one group, one answer after the other.
 """
 
 from __future__ import annotations

@@ -78,8 +78,10 @@ def prepare_run_directory(config: cfg.RunConfig) -> RunDirectory:
                 f"{run.path} was started with another {', '.join(changed)}: resume with the same, or start anew",
                 changed=changed,
             )
-    elif run.config.exists():
+    elif run.has_begun:
         raise UsageError(f"{run.path} holds a run already: add --resume, or choose another --run-dir")
+    else:
+        run.clear()
     run.create()
     return run
 
