@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torpor.errors import TorporError
 from torpor.fingerprint import Digest, fingerprints
@@ -15,7 +14,7 @@ from torpor.kinds import Fate
 from torpor.ledger import Row, Stopwatch
 from torpor.memory.base import MemoryBackend, byte_view
 from torpor.plan import Decision
-from torpor.shelf import Place, Shelf
+from torpor.shelf import Place, Shelf, watch
 from torpor.stores.base import Store
 from torpor.transfer import Piece, load, save
 
@@ -65,13 +64,13 @@ def drop_caches(decisions: Iterable[Decision]) -> list[Row]:
     if not dropped:
         return []
     owners = {id(drop): drop for decision in dropped for drop in decision.entry.drops}
-    watched = [(decision.row(), StorageWeakRef(decision.entry.storage)) for decision in dropped]
+    watched = [(decision.row(), watch(decision.entry.storage)) for decision in dropped]
     for decision in dropped:
         decision.entry.forget()
     for drop in owners.values():
         drop()
     gc.collect()
-    return [row if ref.expired() else _still_held(row) for row, ref in watched]
+    return [row if is_gone() else _still_held(row) for row, is_gone in watched]
 
 
 def _still_held(row: Row) -> Row:
@@ -153,12 +152,12 @@ class Falling:
         """Give the memory back; what is dead goes last, because a roll-back cannot bring it back."""
         freed_bytes = 0
         with self._stopwatch.stage("free"):
-            for backend, sleepers in by_backend(sorted(batch, key=lambda s: s.fate is Fate.ZEROED)):
+            groups = by_backend(sorted(batch, key=lambda s: s.fate is Fate.ZEROED))
+            for backend, sleepers in groups:
                 self._freed.extend(sleepers)
                 freed_bytes += backend.release([sleeping.storage for sleeping in sleepers])
-            for backend in {id(s.decision.backend): s.decision.backend for s in batch}.values():
-                if backend is not None:
-                    backend.settle()
+            for backend, _ in groups:
+                backend.settle()
         return freed_bytes
 
     def _roll_back(self, error: BaseException) -> None:

@@ -91,8 +91,8 @@ class Guards:
         def refuse_loading(*_: object) -> None:
             self._raise_if_asleep(name, component, "load_state_dict")
 
-        self._handles.append(model.register_state_dict_pre_hook(refuse_saving))
-        self._handles.append(model.register_load_state_dict_pre_hook(refuse_loading))
+        self._handles.append(model.register_state_dict_pre_hook(refuse_saving))  # type: ignore[no-untyped-call]
+        self._handles.append(model.register_load_state_dict_pre_hook(refuse_loading))  # type: ignore[no-untyped-call]
 
     def _guard_optimizer(self, name: str, optimizer: torch.optim.Optimizer, component: str) -> None:
         def refusal(operation: str) -> Callable[..., None]:

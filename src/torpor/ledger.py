@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torpor.errors import GIB
 from torpor.kinds import Fate, Role
 
-
 #: Lines of `table()` for tensors that stayed on the device; all of them are in `leftovers`.
 _MAX_LEFTOVERS = 8
 
@@ -190,7 +189,10 @@ def add_up(rows: Iterable[Row]) -> list[Row]:
         total = sums.setdefault((row.component, row.role, row.fate, row.reason), [0, 0, 0, 0])
         for i, n in enumerate((row.storages, row.nbytes, row.copied_bytes, row.freed_bytes)):
             total[i] += n
-    return [Row(c, role, fate, *total, reason=reason) for (c, role, fate, reason), total in sums.items()]
+    return [
+        Row(component, role, fate, storages, nbytes, copied_bytes, freed_bytes, reason)
+        for (component, role, fate, reason), (storages, nbytes, copied_bytes, freed_bytes) in sums.items()
+    ]
 
 
 class Stopwatch:

@@ -47,7 +47,8 @@ def _tensor_types() -> set[type]:
     while new:
         kind = new.pop()
         kinds.add(kind)
-        new += [child for child in type.__subclasses__(kind) if child not in kinds]
+        children: list[type] = type.__subclasses__(kind)
+        new += [child for child in children if child not in kinds]
     return kinds
 
 

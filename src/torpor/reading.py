@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from torpor.falling import STORED, Sleeping
@@ -44,7 +43,7 @@ class Reader:
         return tree_map_only(torch.Tensor, one, values)
 
     def _tied(self, tensor: torch.Tensor, seen: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        if _is_wrapper(tensor) or tensor.layout is not torch.strided:
             return self.tensor(tensor)
         key = (
             tensor.untyped_storage()._cdata,
@@ -59,7 +58,7 @@ class Reader:
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """One tensor with its contents: itself, detached, if awake; a host copy of its shape and strides if asleep."""
-        if is_traceable_wrapper_subclass(tensor):
+        if _is_wrapper(tensor):
             return self._subclass(tensor)
         if tensor.layout is not torch.strided:
             return tensor.detach()
@@ -97,6 +96,11 @@ class Reader:
         return whole
 
 
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a subclass holds other tensors and says which (`__tensor_flatten__`): DTensor, torchao, quantized."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
 def _shift_bytes(storage: torch.UntypedStorage, sleeping: Sleeping) -> int:
     """How far into the stored bytes this storage begins: not 0 only for one that lies inside another."""
     entry = sleeping.decision.entry
@@ -108,4 +112,4 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.storage_offset() * tensor.itemsize, (last + 1) * tensor.itemsize
+    return int(tensor.storage_offset()) * tensor.itemsize, (last + 1) * tensor.itemsize

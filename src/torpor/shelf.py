@@ -6,7 +6,7 @@ not be copied again (`clean`). The shelf holds no storage alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torpor.fingerprint import Digest
 from torpor.stores.base import Slot, Store
 
+#: Whether a storage that is watched is gone.
+Gone = Callable[[], bool]
+
+
+def watch(storage: torch.UntypedStorage) -> Gone:
+    """Tell later whether this storage is gone, without keeping it alive."""
+    gone: Gone = StorageWeakRef(storage).expired  # type: ignore[no-untyped-call]
+    return gone
+
 
 @dataclass(slots=True)
 class Place:
     """A slot, and the fingerprint of the bytes in it; None while they are unknown."""
 
-    owner: StorageWeakRef
+    is_orphan: Gone
     slot: Slot
     digest: Digest | None = None
 
@@ -35,13 +44,13 @@ class Shelf:
     def find(self, storage: torch.UntypedStorage, nbytes: int) -> Place | None:
         """The place kept for this storage, if it still has this size."""
         place = self._places.get(storage._cdata)
-        if place is None or place.owner.expired() or place.slot.nbytes != nbytes:
+        if place is None or place.is_orphan() or place.slot.nbytes != nbytes:
             return None
         return place
 
     def sweep(self) -> None:
         """Give back the slots of storages that are gone."""
-        self.remove([key for key, place in self._places.items() if place.owner.expired()])
+        self.remove([key for key, place in self._places.items() if place.is_orphan()])
 
     def reserve(self, storages: Iterable[tuple[torch.UntypedStorage, int]]) -> list[int]:
         """A place for each `(storage, nbytes)` that has none; all or nothing.
@@ -55,7 +64,7 @@ class Shelf:
         self.remove([storage._cdata for storage, _ in new if storage._cdata in self._places])
         slots = self._store.reserve([nbytes for _, nbytes in new])
         for (storage, _), slot in zip(new, slots, strict=True):
-            self._places[storage._cdata] = Place(StorageWeakRef(storage), slot)
+            self._places[storage._cdata] = Place(watch(storage), slot)
         return [storage._cdata for storage, _ in new]
 
     def remove(self, keys: Iterable[int]) -> None:

@@ -1,26 +1,33 @@
 """Bytes between storages and a store: large blocks, a bounded ring, copies and I/O at the same time.
 
-A block store is fed from a ring of buffers: the caller's thread fills one while worker threads write the
-others; on the way back the workers read ahead. The first error ends the transfer, after every call in flight
-has ended, and is raised as it came.
+A block store is fed from a ring of buffers: worker threads fill one and write it, or read one and empty it, so that
+copies, page faults and I/O overlap. The first error ends the transfer, after every call in flight has ended, and
+is raised as it came.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from torpor.errors import UsageError
 from torpor.stores.base import AddressableStore, BlockStore, Slot, Store
 from torpor.transfer_cuda import load_to_cuda, save_from_cuda
 
 #: Reads and writes in flight at a time; more than two did not move a disk faster where it was measured.
 _WORKERS = 2
+#: Shorter copies keep the interpreter's lock: to wait for it again can take 5 ms, if another thread computes in Python.
+_HOLD_GIL_BYTES = 16 * 1024
+_memmove_with_gil = ctypes.PyDLL(None).memmove
+_memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_with_gil.restype = ctypes.c_void_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +75,13 @@ def save(pieces: Sequence[Piece], store: Store) -> Moved:
 
     Raises:
         StoreError: the store refused. Slots may hold anything then.
+        UsageError: a home that does not have the bytes of its slot.
     """
     start = time.perf_counter()
     if isinstance(store, AddressableStore):
         on_gpus, on_host = _by_home(pieces)
         for piece in on_host:
-            store.tensor(piece.slot).copy_(piece.home)
+            _copy(store.tensor(piece.slot), 0, _whole(piece), 0, piece.slot.nbytes)
         save_from_cuda(on_gpus, store)
     elif pieces:
         blocks = _blockwise(store)
@@ -87,12 +95,13 @@ def load(pieces: Sequence[Piece], store: Store) -> Moved:
 
     Raises:
         StoreError: the store refused. Pieces may hold anything then.
+        UsageError: a home that does not have the bytes of its slot.
     """
     start = time.perf_counter()
     if isinstance(store, AddressableStore):
         on_gpus, on_host = _by_home(pieces)
         for piece in on_host:
-            piece.home.copy_(store.tensor(piece.slot))
+            _copy(_whole(piece), 0, store.tensor(piece.slot), 0, piece.slot.nbytes)
         load_to_cuda(on_gpus, store)
     elif pieces:
         _read(pieces, _blockwise(store))
@@ -139,7 +148,26 @@ def _workers(name: str) -> Iterator[ThreadPoolExecutor]:
 
 
 def _write(pieces: Sequence[Piece], store: BlockStore) -> None:
-    with store.ring_lock, _workers("torpor-write") as workers:
+    def move(block: _Block, buffer: torch.Tensor) -> None:
+        for cut in block.cuts:
+            _copy(buffer, cut.at, cut.home, cut.start, cut.nbytes)
+        store.write_block(block.offset, buffer)
+
+    _in_blocks(pieces, store, move)
+
+
+def _read(pieces: Sequence[Piece], store: BlockStore) -> None:
+    def move(block: _Block, buffer: torch.Tensor) -> None:
+        store.read_block(block.offset, buffer)
+        for cut in block.cuts:
+            _copy(cut.home, cut.start, buffer, cut.at, cut.nbytes)
+
+    _in_blocks(pieces, store, move)
+
+
+def _in_blocks(pieces: Sequence[Piece], store: BlockStore, move: Callable[[_Block, torch.Tensor], None]) -> None:
+    """Call `move(block, buffer)` for every block, a few at a time, each with a ring buffer of its length to itself."""
+    with store.ring_lock, _workers("torpor-transfer") as workers:
         idle = list(store.buffers())
         flying: deque[tuple[torch.Tensor, Future[None]]] = deque()
         for block in _blocks(pieces, store):
@@ -148,39 +176,44 @@ def _write(pieces: Sequence[Piece], store: BlockStore) -> None:
                 future.result()
                 idle.append(buffer)
             buffer = idle.pop()
-            for cut in block.cuts:
-                buffer[cut.at : cut.at + cut.nbytes].copy_(cut.home[cut.start : cut.start + cut.nbytes])
-            flying.append((buffer, workers.submit(store.write_block, block.offset, buffer[: block.nbytes])))
+            flying.append((buffer, workers.submit(move, block, buffer[: block.nbytes])))
         for _, future in flying:
             future.result()
 
 
-def _read(pieces: Sequence[Piece], store: BlockStore) -> None:
-    with store.ring_lock, _workers("torpor-read") as workers:
-        idle = list(store.buffers())
-        flying: deque[tuple[_Block, torch.Tensor, Future[None]]] = deque()
+def _copy(to: torch.Tensor, to_start: int, source: torch.Tensor, source_start: int, nbytes: int) -> None:
+    """Copy `nbytes` bytes between two contiguous `uint8` tensors.
 
-        def land() -> None:
-            block, buffer, future = flying.popleft()
-            future.result()
-            for cut in block.cuts:
-                cut.home[cut.start : cut.start + cut.nbytes].copy_(buffer[cut.at : cut.at + cut.nbytes])
-            idle.append(buffer)
+    On the host by memmove: `copy_` of more than 32 KiB starts a team of threads in each worker, which wait for
+    each other in a spin; with other work on the machine that made a transfer six times slower.
+    """
+    if to.is_cpu and source.is_cpu:
+        memmove = _memmove_with_gil if nbytes < _HOLD_GIL_BYTES else ctypes.memmove
+        memmove(to.data_ptr() + to_start, source.data_ptr() + source_start, nbytes)
+    else:
+        to[to_start : to_start + nbytes].copy_(source[source_start : source_start + nbytes])
 
-        for block in _blocks(pieces, store):
-            if not idle:
-                land()
-            buffer = idle.pop()
-            flying.append((block, buffer, workers.submit(store.read_block, block.offset, buffer[: block.nbytes])))
-        while flying:
-            land()
+
+def _whole(piece: Piece) -> torch.Tensor:
+    """The home of a piece, if it has the bytes of its slot: `_copy` looks at addresses only.
+
+    Raises:
+        UsageError: it is not one `uint8` for each byte of the slot, in one stretch.
+    """
+    home = piece.home
+    if home.dtype is not torch.uint8 or home.numel() != piece.slot.nbytes or not home.is_contiguous():
+        raise UsageError(
+            f"a piece of {home.dtype}, shape {list(home.shape)}, strides {list(home.stride())} for a slot of "
+            f"{piece.slot.nbytes} bytes: its home must be that many contiguous bytes, see byte_view()"
+        )
+    return home
 
 
 def _blocks(pieces: Sequence[Piece], store: BlockStore) -> Iterator[_Block]:
     """Pieces in the order of their slots, cut and joined into aligned blocks of at most one chunk."""
     block: _Block | None = None
     for piece in sorted(pieces, key=lambda piece: piece.slot.offset):
-        start = 0
+        home, start = _whole(piece), 0
         while start < piece.slot.nbytes:
             offset = piece.slot.offset + start
             if block is None or block.offset + block.nbytes != offset or block.nbytes == store.chunk_bytes:
@@ -188,7 +221,7 @@ def _blocks(pieces: Sequence[Piece], store: BlockStore) -> Iterator[_Block]:
                     yield block
                 block = _Block(offset, 0, [])
             nbytes = min(piece.slot.nbytes - start, store.chunk_bytes - block.nbytes)
-            block.cuts.append(_Cut(piece.home, start, nbytes, block.nbytes))
+            block.cuts.append(_Cut(home, start, nbytes, block.nbytes))
             block.nbytes += -(-nbytes // store.alignment_bytes) * store.alignment_bytes
             start += nbytes
     if block is not None:

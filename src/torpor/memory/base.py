@@ -15,7 +15,7 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     A view with a version counter of its own: writing through it restores raw bytes without telling
     autograd that a tensor changed. Take it anew after a backend restored the storage.
     """
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class MemoryBackend(ABC):
