@@ -8,76 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from small_actors import VOCABULARY, batch_for, make_actor, make_rollouts
 from small_jobs import assert_same_tensors
 
 from torpor.errors import StateError, UsageError
 from torpor.kinds import Fate
 from torpor.ledger import Ledger
 from torpor.rl.actor import Actor
-from torpor.rl.batch import Batch, make_batch, microbatches
-from torpor.rl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from torpor.rl.batch import make_batch, microbatches
+from torpor.rl.config import AlgorithmConfig, OptimizerConfig
 from torpor.rl.models import tiny_model
-from torpor.rl.rollout.base import FinishReason, Rollout
 from torpor.rl.rollout.embedded import EmbeddedEngine
 from torpor.rl.scoring import Scorer
-
-VOCABULARY = 24
-
-
-def make_actor(tmp_path: Path, *, microbatch_tokens: int = 2048, seed: int = 0, **options: Any) -> Actor:
-    return Actor(
-        tiny_model(VOCABULARY, hidden_size=32, seed=seed),
-        algorithm=options.pop("algorithm", AlgorithmConfig()),
-        optimizer=options.pop("optimizer", OptimizerConfig(name="sgd", learning_rate=0.1, betas=(0.0, 0.0))),
-        trainer=TrainerConfig(microbatch_tokens=microbatch_tokens, logit_chunk_tokens=4),
-        max_answer_tokens=6,
-        total_updates=4,
-        store_dir=tmp_path,
-        **options,
-    )
 
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Iterator[Actor]:
     with make_actor(tmp_path) as actor:
         yield actor
-
-
-def make_rollouts(model: Any, version: int = 0) -> list[Rollout]:
-    """Two prompts with three answers each, of unequal lengths, with the model's own log-probabilities."""
-    generator = torch.Generator().manual_seed(1)
-    rollouts = []
-    for prompt_index in range(2):
-        prompt = tuple(torch.randint(3, VOCABULARY, (3 + prompt_index,), generator=generator).tolist())
-        for sample_index, length in enumerate((2, 5, 3)):
-            ids = tuple(torch.randint(3, VOCABULARY, (length,), generator=generator).tolist())
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-            log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
-            rollouts.append(
-                Rollout(
-                    prompt_index,
-                    sample_index,
-                    prompt,
-                    ids,
-                    tuple(log_probs.tolist()),
-                    FinishReason.LENGTH,
-                    version,
-                )
-            )
-    return rollouts
-
-
-def batch_for(
-    actor: Actor,
-    rewards: tuple[float, ...] = (1, 0, 0, 0, 1, 0),
-    version: int = 0,
-    *,
-    normalize_std: bool = True,
-) -> Batch:
-    actor.wake_up()  # the test computes with its model
-    rollouts = make_rollouts(actor.model, version)
-    return make_batch(rollouts, rewards, 3, normalize_std=normalize_std)
 
 
 def test_good_answers_become_likelier_and_bad_ones_less_likely(actor: Actor) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_actor import batch_for, make_actor
+from small_actors import batch_for, make_actor
 
 from torpor.errors import UsageError
 from torpor.memory.madvise import MadviseBackend
