@@ -46,7 +46,7 @@ def run(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor
 
 def learning_curve(metrics: Path) -> list[dict[str, Any]]:
     """The metrics of each step that must not depend on who slept."""
-    varying = ("time/", "bytes/", "memory/")
+    varying = ("time/", "bytes/", "memory/", "rollout/tokens_per_s")
     return [
         {key: value for key, value in record.items() if not key.startswith(varying)}
         for record in read_jsonl(metrics)

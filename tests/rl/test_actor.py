@@ -160,6 +160,11 @@ def test_a_lazy_wake_is_accounted_for_in_full(tmp_path: Path) -> None:
     assert {row.component for row in woken[1].rows} == {"optimizer"}
 
 
+def test_a_penalty_without_reference_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"kl_coefficient is 0\.5"):
+        make_actor(tmp_path, algorithm=AlgorithmConfig(kl_coefficient=0.5))
+
+
 def test_without_offload_nothing_sleeps(tmp_path: Path) -> None:
     with make_actor(tmp_path, offload=False) as actor:
         actor.sleep()

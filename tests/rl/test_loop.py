@@ -21,6 +21,8 @@ from torpor.rl.loop import (
     sleep_engine,
     wake_engine,
 )
+from torpor.rl.rollout.base import SamplingParams
+from torpor.rl.tasks.base import Split
 
 
 def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
@@ -128,13 +130,17 @@ def test_only_one_of_the_two_is_awake(tmp_path: Path) -> None:
     assert during == {"generate": {(True, False)}, "evaluate": {(True, False)}, "train": {(False, True)}}
 
 
-def test_greedy_evaluation_repeats_itself(tmp_path: Path) -> None:
+def test_evaluation_is_greedy_and_held_out(tmp_path: Path) -> None:
+    calls: list[tuple[list[list[int]], SamplingParams]] = []
     with open_job(small_config(tmp_path)) as job:
+        generate = job.engine.generate
+        job.engine.generate = lambda *call: calls.append(call) or generate(*call)  # type: ignore[func-returns-value,method-assign]
         wake_engine(job)
         evaluate(job)
-        first = job.recorder.metrics.values()["eval/reward"]
-        evaluate(job)
-        assert job.recorder.metrics.values()["eval/reward"] == pytest.approx(first)
+        held_out = [job.task.sample(i, Split.EVAL).prompt for i in range(4)]
+        prompts, sampling = calls[0]
+        assert [job.tokenizer.decode(prompt) for prompt in prompts] == held_out
+    assert (sampling.temperature, sampling.num_samples) == (0.0, 1)
 
 
 def test_each_step_samples_with_a_seed_of_its_own(tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ class Actor:
         offload: False: `sleep` does nothing.
         lazy_wake: the optimizer's state comes back behind the forward and backward passes.
         store, store_dir, verify, report_leftovers: see `Sleeper`.
+
+    Raises:
+        UsageError: a KL penalty without a reference.
+        UnsupportedError: the optimizer needs a package that is not installed.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class Actor:
         verify: bool = True,
         report_leftovers: bool = False,
     ) -> None:
+        if algorithm.kl_coefficient > 0 and reference is None:
+            raise UsageError(f"kl_coefficient is {algorithm.kl_coefficient}, and there is no reference model")
         self.model = model.train()
         self._algorithm, self._optimizer_config, self._trainer = algorithm, optimizer, trainer
         self._max_answer_tokens, self._total_updates = max_answer_tokens, total_updates
@@ -198,12 +204,13 @@ class Actor:
         self._finish_waking()
         state = checkpoint.read_json(directory / "state.json")
         weights = checkpoint.read_tensors(directory / "model.safetensors")
-        tied = self.model.state_dict().keys() - _first_names(self.model)
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
-        if set(missing) != tied or unexpected:
+        wanted = self.model.state_dict().keys() & _first_names(self.model)
+        if weights.keys() != wanted:
             raise UsageError(
-                f"{directory} is of another model: missing {sorted(set(missing) - tied)}, unexpected {unexpected}"
+                f"{directory} is of another model: missing {sorted(wanted - weights.keys())}, "
+                f"unexpected {sorted(weights.keys() - wanted)}"
             )
+        self.model.load_state_dict(weights, strict=False)  # ties are in the file once
         tensors = checkpoint.read_tensors(directory / "optimizer.safetensors")
         torch.set_rng_state(tensors.pop("random_state"))
         self.optimizer.load_state_dict(checkpoint.join_optimizer_state(tensors, state["optimizer"]))

@@ -108,6 +108,8 @@ def roll_out(job: Job, step: int) -> Batch:
             [encode_prompt(job.tokenizer, question.prompt) for question in questions],
             sampling(job, num_samples=config.rollout.group_size, seed=config.seed * 1_000_003 + step),
         )
+    if job.engine.last_generation is not None:
+        job.recorder.metrics.record("rollout/tokens_per_s", Mean(job.engine.last_generation.tokens_per_s))
     rewards = [_reward(job, questions[rollout.prompt_index], rollout) for rollout in rollouts]
     _record_rollouts(job, questions, rollouts, rewards)
     return make_batch(rollouts, rewards, config.rollout.group_size, normalize_std=config.algorithm.normalize_std)
