@@ -42,6 +42,11 @@ def fingerprints(blocks: Sequence[torch.Tensor]) -> list[Digest]:
     return digests
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile what the first fingerprint on a GPU would wait for."""
+    fingerprints([torch.zeros(64, dtype=torch.uint8, device=device)])
+
+
 def _on(device: torch.device, blocks: Sequence[torch.Tensor]) -> list[Digest]:
     if device.type == "cuda":
         from torpor.fingerprint_cuda import cuda_fingerprints  # imports Triton, which only a GPU needs

@@ -69,6 +69,17 @@ def load_to_cuda(pieces: Sequence[Piece], store: AddressableStore) -> None:
         lane.finish()
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile the kernel that small pieces need, so that the first transfer does not wait for it."""
+    from torpor.gather_cuda import launch
+
+    with torch.cuda.device(device):
+        block = torch.zeros(64, dtype=torch.uint8, device=device)
+        source, to = (np.array([block.data_ptr() + at]) for at in (0, 32))
+        launch(torch.from_numpy(chunks(source, to, np.array([32]))).to(device))
+        torch.cuda.current_stream().synchronize()
+
+
 def _by_device(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
     groups: dict[int, list[Piece]] = {}
     for piece in pieces:
@@ -99,15 +110,16 @@ class _Part:
 
 
 class _Lane:
-    """One transfer of one device in one direction. Kernels run on the current stream, copies on their own."""
+    """One transfer of one device in one direction. Copies and kernels run on streams of their own: in the
+    background they would else wait for the training, and the training for them."""
 
     def __init__(self, device: torch.device, store: AddressableStore, *, to_store: bool) -> None:
         self._device = device
         self._store = store
         self._to_store = to_store
         self._boundaries = store.boundaries() if isinstance(store, PinnedStore) else []
-        self._copying = _copy_stream(device, to_store)
-        self._kernels = torch.cuda.current_stream(device)
+        self._copying = _own_stream(device, "save" if to_store else "load")
+        self._kernels = _own_stream(device, "kernels")
         self._pace = _Pace(device, self._kernels, may_use_kernels=isinstance(store, PinnedStore))
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._tables = _Tables()
@@ -140,7 +152,8 @@ class _Lane:
         self._staging.clear()
 
     def _begin(self) -> None:
-        self._copying.wait_stream(self._kernels)
+        for stream in (self._copying, self._kernels):
+            stream.wait_stream(torch.cuda.current_stream())
 
     def _save(self, part: _Part, turn: int) -> None:
         if part.home is not None:
@@ -188,7 +201,8 @@ class _Lane:
         line behind the copies of other parts."""
         from torpor.gather_cuda import launch  # imports Triton, which only a GPU needs
 
-        launch(self._tables.keep(table))
+        with torch.cuda.stream(self._kernels):
+            launch(self._tables.keep(table))
 
 
 class _Tables:
@@ -284,12 +298,12 @@ class _Timed:
 
 #: Bytes a millisecond, the best seen of each device in either direction: the link is as fast both ways.
 _best_rates: dict[int, float] = {}
-_streams: dict[tuple[int, bool], torch.cuda.Stream] = {}
+_streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
-def _copy_stream(device: torch.device, to_store: bool) -> torch.cuda.Stream:
-    """The stream of a device and direction: made once, so that torch's allocator knows few."""
-    key = (device.index, to_store)
+def _own_stream(device: torch.device, use: str) -> torch.cuda.Stream:
+    """The stream of a device and a use: made once, so that torch's allocator knows few."""
+    key = (device.index, use)
     if key not in _streams:
         _streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[key]

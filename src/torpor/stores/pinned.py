@@ -128,7 +128,10 @@ class PinnedStore(AddressableStore):
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
-        return [self._arena.tensor(begin, end - begin) for begin, end in self._arena.ranges()]
+        if self._closed:
+            return []
+        # an empty one if there is none: the addresses are a storage too
+        return [self._arena.tensor(begin, end - begin) for begin, end in self._arena.ranges() or [(0, 0)]]
 
     def close(self) -> None:
         if not self._closed:
