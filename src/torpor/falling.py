@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,14 @@ class Sleeping:
     digest: Digest | None = None
     """What the bytes were; None where they are dead or never left."""
     copied_bytes: int = 0
+    _bytes: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All bytes of the storage, as `byte_view` gives them; to be read and written while its memory is there."""
+        if self._bytes is None:
+            self._bytes = byte_view(self.decision.entry.storage)
+        return self._bytes
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -51,7 +59,7 @@ class Sleeping:
         """Its bytes and their place in the store, for a copy in either direction."""
         if self.place is None:
             raise TypeError(f"{self.decision.entry.name} is {self.fate}: the store holds no bytes of it")
-        return Piece(byte_view(self.storage), self.place.slot)
+        return Piece(self.bytes, self.place.slot)
 
 
 def drop_caches(decisions: Iterable[Decision]) -> list[Row]:
@@ -125,7 +133,7 @@ class Falling:
     def _save(self, batch: Sequence[Sleeping]) -> None:
         with self._stopwatch.stage("fingerprint"):
             verified = [sleeping for sleeping in batch if sleeping.fate in (*STORED, Fate.REBUILT)]
-            digests = fingerprints([byte_view(sleeping.storage) for sleeping in verified])
+            digests = fingerprints([sleeping.bytes for sleeping in verified])
             for sleeping, digest in zip(verified, digests, strict=True):
                 sleeping.digest = digest
             changed = [sleeping for sleeping in verified if sleeping.fate in STORED and self._has_changed(sleeping)]
@@ -178,7 +186,7 @@ def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
     load([sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED], store)
     for sleeping in sleepers:
         if sleeping.fate is Fate.ZEROED:
-            byte_view(sleeping.storage).zero_()
+            sleeping.bytes.zero_()
 
 
 def by_backend(sleepers: Iterable[Sleeping]) -> list[tuple[MemoryBackend, list[Sleeping]]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +31,7 @@ _memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_with_gil.restype = ctypes.c_void_p
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One storage's bytes and their place.
 
     Attributes:
@@ -51,8 +51,7 @@ class Moved:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(NamedTuple):
     """Part of a piece inside a block: bytes `[start, start + nbytes)` of the piece, at `at` in the block."""
 
     home: torch.Tensor

@@ -12,7 +12,7 @@ from torpor.falling import STORED, Sleeping, by_backend
 from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
-from torpor.memory.base import MemoryBackend, byte_view
+from torpor.memory.base import MemoryBackend
 from torpor.stores.base import Store
 from torpor.transfer import load
 
@@ -78,7 +78,7 @@ def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
     """Zero what was dead; recompute what is derived, from sources that are awake or read from the store."""
     for sleeping in sleepers:
         if sleeping.fate is Fate.ZEROED:
-            byte_view(sleeping.storage).zero_()
+            sleeping.bytes.zero_()
     for sleeping in sleepers:
         rebuild = sleeping.decision.entry.rebuild
         if sleeping.fate is Fate.REBUILT and rebuild is not None:
@@ -88,7 +88,7 @@ def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
 
 def _verify(sleepers: Sequence[Sleeping]) -> None:
     known = [sleeping for sleeping in sleepers if sleeping.digest is not None]
-    digests = fingerprints([byte_view(sleeping.storage) for sleeping in known])
+    digests = fingerprints([sleeping.bytes for sleeping in known])
     damaged = [
         sleeping.decision.entry.name
         for sleeping, digest in zip(known, digests, strict=True)

@@ -57,6 +57,7 @@ class MemoryContract(ABC):
         self, backend: MemoryBackend, tensors: list[torch.Tensor]
     ) -> None:
         storages, views = _storages(tensors), [tensor[50:90_000] for tensor in tensors[:1]]
+        all_bytes = [byte_view(storage) for storage in storages]
         before = [tensor.clone() for tensor in tensors]
         addresses = [storage.data_ptr() for storage in storages]
         for _ in range(3):
@@ -70,8 +71,8 @@ class MemoryContract(ABC):
                 given = [backend.releasable_bytes(storage) for storage in storages]
                 kept = [int((tensor != 0).sum()) for tensor in tensors]
                 assert all(k <= s.nbytes() - g for k, s, g in zip(kept, storages, given, strict=True))
-            for storage, saved in zip(storages, before, strict=True):
-                byte_view(storage).copy_(saved)
+            for block, saved in zip(all_bytes, before, strict=True):
+                block.copy_(saved)
             assert all(map(torch.equal, tensors, before))
             assert torch.equal(views[0], before[0][50:90_000])
 

@@ -13,7 +13,7 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of `storage` as a `uint8` tensor of shape `[nbytes]` on its device.
 
     A view with a version counter of its own: writing through it restores raw bytes without telling
-    autograd that a tensor changed. Take it anew after a backend restored the storage.
+    autograd that a tensor changed. It follows the storage: good again after a backend restored it.
     """
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
