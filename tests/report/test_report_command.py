@@ -19,11 +19,12 @@ from torpor.report.tables import by_step, quarter_means, report
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDirectory:
-    """Eight steps of one second: the actor sleeps in the first half of each."""
+    """Eight steps of one second, the first with a slow start: the actor sleeps in the first half of each."""
     run = RunDirectory(tmp_path)
     metrics, readings = [], []
     for step in range(8):
-        record = {"step": step, "reward/mean": step / 10, "policy/loss": 0.5, "time/step_s": 1.0, "time/train_s": 0.5}
+        record = {"step": step, "reward/mean": step / 10, "policy/loss": 0.5, "time/step_s": 1.0}
+        record["time/train_s"] = 0.5 if step else 0.9
         metrics.append(record if step % 4 else {**record, "eval/reward": 0.25 + step / 10})
         for tenth in range(10):
             asleep = tenth < 5

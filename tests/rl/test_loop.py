@@ -21,7 +21,7 @@ from torpor.rl.loop import (
     sleep_engine,
     wake_engine,
 )
-from torpor.rl.rollout.base import SamplingParams
+from torpor.rl.rollout.base import SamplingParams, Tag
 from torpor.rl.tasks.base import Split
 
 
@@ -128,6 +128,19 @@ def test_only_one_of_the_two_is_awake(tmp_path: Path) -> None:
         for phase in ("generate", "evaluate", "train")
     }
     assert during == {"generate": {(True, False)}, "evaluate": {(True, False)}, "train": {(False, True)}}
+
+
+def test_engine_and_trainer_agree_on_log_probabilities(tmp_path: Path) -> None:
+    """At another temperature than 1, with answers of unequal lengths, packed: the ratio of the first update is 1."""
+    curve, _ = run(small_config(tmp_path, steps=1, rollout={"temperature": 0.6}))
+    assert curve[0]["rollout/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert curve[0]["rollout/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("offload_rollout", [True, False])
+def test_the_engine_sleeps_before_the_loop_if_it_may(tmp_path: Path, offload_rollout: bool) -> None:
+    with open_job(small_config(tmp_path, memory={"offload_rollout": offload_rollout})) as job:
+        assert job.engine.asleep == (set(Tag) if offload_rollout else set())
 
 
 def test_evaluation_is_greedy_and_held_out(tmp_path: Path) -> None:
