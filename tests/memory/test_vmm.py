@@ -1,0 +1,221 @@
+"""What `vmm` decides, over a driver made of ordinary memory and an allocator whose blocks the test sets."""
+
+import ctypes
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import MIB, Rig, needs_cc
+
+from torpor.errors import MemoryBackendError, NotEnoughMemoryError
+from torpor.memory import vmm
+from torpor.memory.cuda import Blocks
+from torpor.memory.pool import PoolState
+from torpor.memory.vmm import VmmBackend
+
+GPU = torch.device("cuda", 0)
+pytestmark = needs_cc
+
+
+@dataclass(eq=False)
+class Storage:
+    """As much of a storage as the backend looks at."""
+
+    address: int
+    size: int
+    device: torch.device = GPU
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.size
+
+
+class Allocator:
+    """Stands for torch's: pieces from the library, and blocks in them."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.blocks: list[tuple[int, int, int]] = []
+        self.pieces: list[tuple[int, int]] = []
+
+    def piece(self, nbytes: int, pool: int = 0) -> int:
+        address = self.rig.malloc(nbytes)
+        self.pieces.append((address, pool))
+        return address
+
+    def block(self, address: int, nbytes: int, pool: int = 0) -> Storage:
+        self.blocks.append((address, nbytes, pool))
+        ctypes.memset(address, len(self.blocks) % 251, 64)
+        return Storage(address, nbytes)
+
+    def live_blocks(self, begin: np.ndarray, end: np.ndarray) -> Blocks:
+        def stretch(address: int) -> int:
+            at = int(np.searchsorted(begin, address, side="right")) - 1
+            assert begin[at] <= address < end[at]
+            return at
+
+        rows = sorted(self.blocks)
+        columns = [(a, n, n, stretch(a), p) for a, n, p in rows]
+        table = np.array(columns, np.int64).reshape(-1, 5).T
+        homes = [sorted({stretch(a) for a, pool in self.pieces if pool == i}) for i in range(2)]
+        return Blocks(*table, [(0, 1), (0, 2)], homes)
+
+
+class Pools:
+    """Stands for the memory pools: counts how often they were set aside."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.generation = 0
+        self.suspended = 0
+
+    def suspend(self, device: int) -> None:
+        self.suspended += 1
+
+
+@dataclass
+class World:
+    backend: VmmBackend
+    allocator: Allocator
+    rig: Rig
+    pools: Pools
+
+
+@pytest.fixture
+def world(compiled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    library, driver = (Path(shutil.copy(path, tmp_path)) for path in compiled)
+    rig = Rig(library, driver)
+    allocator, pools = Allocator(rig), Pools()
+    monkeypatch.setattr(vmm, "live_blocks", allocator.live_blocks)
+    monkeypatch.setattr(vmm.cuda, "borrow", lambda address, nbytes, device: Storage(address, nbytes, device))
+    monkeypatch.setattr(vmm.cuda, "free_bytes", lambda device: 12345)
+    return World(VmmBackend(rig.vmm, pools), allocator, rig, pools)
+
+
+def mapped(world: World) -> list[bool]:
+    return [bool(row["mapped"]) for row in world.rig.vmm.extents()]
+
+
+def test_an_extent_goes_with_the_last_of_its_storages(world: World) -> None:
+    base = world.allocator.piece(20 * MIB)
+    first, second = (world.allocator.block(base + i * 4 * MIB, 4 * MIB) for i in range(2))
+    world.backend.refresh()
+    assert [world.backend.releasable_bytes(s) for s in (first, second)] == [4 * MIB, 4 * MIB]
+    assert [world.backend.release([s]) for s in (first, second)] == [0, 20 * MIB]
+    assert world.backend.needed_bytes([first]) == 20 * MIB
+    world.backend.restore([second])
+    assert mapped(world) == [True]
+    assert world.backend.needed_bytes([first]) == 0
+    world.backend.restore([first, second])
+    assert world.backend.release([first, second]) == 20 * MIB
+
+
+def test_a_live_block_that_nobody_knows_holds_its_extent_until_it_sleeps(world: World) -> None:
+    base = world.allocator.piece(20 * MIB)
+    known = world.allocator.block(base, 4 * MIB)
+    world.allocator.block(base + 8 * MIB, 1 * MIB)
+    world.backend.refresh()
+    (stray,) = world.backend.strays([known])
+    assert (stray.data_ptr(), stray.nbytes()) == (base + 8 * MIB, 1 * MIB)
+    assert world.backend.strays([known]) == [stray], "the same object"
+    assert world.backend.release([known]) == 0
+    assert ctypes.string_at(base + 8 * MIB, 1) == b"\x02"
+    assert world.backend.release([stray]) == 20 * MIB
+    assert world.backend.strays([known]) == [], "what sleeps is no stray"
+    world.backend.refresh()
+    assert world.backend.strays([known]) == []
+    world.backend.restore([stray, known])
+    assert world.backend.strays([known]) == [stray]
+
+
+def test_cached_free_memory_goes_and_comes_with_its_pool(world: World) -> None:
+    used = world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
+    world.allocator.piece(48 * MIB)
+    other = world.allocator.block(world.allocator.piece(36 * MIB, pool=1), 36 * MIB, pool=1)
+    assert world.backend.release([used]) == 88 * MIB
+    assert mapped(world) == [False, False, True]
+    assert world.backend.needed_bytes([used]) == 88 * MIB
+    world.backend.restore([used])
+    assert mapped(world) == [True, True, True]
+    assert world.backend.release([other]) == 36 * MIB
+
+
+def test_what_a_failed_release_meant_to_free_is_there_again(world: World) -> None:
+    storages = [world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB) for _ in range(3)]
+    for call in ("cuMemUnmap", "cuMemRelease"):
+        world.rig.fail(call, 2)
+        with pytest.raises(MemoryBackendError, match=call):
+            world.backend.release(storages)
+        assert mapped(world) == [True] * 3
+        assert world.backend.needed_bytes(storages) == 0
+    assert world.backend.release(storages) == 120 * MIB
+
+
+def test_what_a_failed_restore_meant_to_bring_sleeps_on(world: World) -> None:
+    storages = [world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB) for _ in range(3)]
+    world.backend.release(storages)
+    world.rig.driver.fake_capacity(100 * MIB)
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        world.backend.restore(storages)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (120 * MIB, 12345)
+    assert mapped(world) == [False] * 3
+    world.rig.fail("cuMemMap", 2)
+    with pytest.raises(MemoryBackendError, match="cuMemMap"):
+        world.backend.restore(storages[:2])
+    assert mapped(world) == [False] * 3
+    world.backend.restore(storages[:2])
+    assert world.backend.needed_bytes(storages) == 40 * MIB
+
+
+def test_a_new_block_where_a_sleeping_one_died_is_awake(world: World) -> None:
+    address = world.allocator.piece(40 * MIB)
+    world.backend.release([world.allocator.block(address, 40 * MIB)])
+    world.allocator.blocks.clear()
+    world.rig.free(address)
+    world.allocator.pieces.clear()
+    assert world.allocator.piece(40 * MIB) == address, "addresses come back"
+    newcomer = world.allocator.block(address, 40 * MIB)
+    world.backend.refresh()
+    assert world.backend.strays([]) != []
+    assert world.backend.release([newcomer]) == 40 * MIB
+
+
+def test_outsiders_and_parts_are_refused(world: World) -> None:
+    whole = world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
+    assert world.backend.refusal(whole) is None
+    assert "outside torpor.pool()" in str(world.backend.refusal(Storage(4096, 100)))
+    assert world.backend.releasable_bytes(Storage(4096, 100)) == 0
+    part = Storage(whole.address, 512)
+    assert "a part of a block" in str(world.backend.refusal(part))
+    with pytest.raises(MemoryBackendError, match="a part of a block"):
+        world.backend.release([part])
+    assert "not cpu" in str(world.backend.refusal(torch.empty(1).untyped_storage()))
+
+
+def test_memory_taken_after_the_last_look_is_looked_at(world: World) -> None:
+    world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
+    world.backend.refresh()
+    before = world.pools.suspended
+    later = world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
+    assert world.backend.refusal(later) is None
+    assert world.pools.suspended == before + 1
+    world.pools.generation += 1
+    world.backend.refusal(later)
+    assert world.pools.suspended == before + 2
+
+
+def test_the_states_of_pools(world: World) -> None:
+    first = world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
+    world.allocator.block(world.allocator.piece(40 * MIB, pool=1), 40 * MIB, pool=1)
+    states = world.pools.states
+    assert states(0) == {(0, 1): PoolState.AWAKE, (0, 2): PoolState.AWAKE}
+    world.backend.release([first])
+    assert states(0) == {(0, 1): PoolState.ASLEEP, (0, 2): PoolState.AWAKE}
+    world.allocator.blocks = [block for block in world.allocator.blocks if block[2] == 1]
+    assert states(0) == {(0, 1): PoolState.DEAD, (0, 2): PoolState.AWAKE}
