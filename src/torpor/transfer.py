@@ -22,8 +22,6 @@ from torpor.errors import UsageError
 from torpor.stores.base import AddressableStore, BlockStore, Slot, Store
 from torpor.transfer_cuda import load_to_cuda, save_from_cuda
 
-#: Reads and writes in flight at a time; more than two did not move a disk faster where it was measured.
-_WORKERS = 2
 #: Shorter copies keep the interpreter's lock: to wait for it again can take 5 ms, if another thread computes in Python.
 _HOLD_GIL_BYTES = 16 * 1024
 _memmove_with_gil = ctypes.PyDLL(None).memmove
@@ -136,9 +134,9 @@ def _by_home(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
 
 
 @contextmanager
-def _workers(name: str) -> Iterator[ThreadPoolExecutor]:
+def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that are gone when the block ends, well or not; calls not begun by then are never made."""
-    with ThreadPoolExecutor(_WORKERS, thread_name_prefix=name) as workers:
+    with ThreadPoolExecutor(count, thread_name_prefix="torpor-transfer") as workers:
         try:
             yield workers
         except BaseException:
@@ -165,8 +163,8 @@ def _read(pieces: Sequence[Piece], store: BlockStore) -> None:
 
 
 def _in_blocks(pieces: Sequence[Piece], store: BlockStore, move: Callable[[_Block, torch.Tensor], None]) -> None:
-    """Call `move(block, buffer)` for every block, a few at a time, each with a ring buffer of its length to itself."""
-    with store.ring_lock, _workers("torpor-transfer") as workers:
+    """Call `move(block, buffer)` for every block, as many at a time as the ring has buffers, each with one to itself."""
+    with store.ring_lock, _workers(len(store.buffers())) as workers:
         idle = list(store.buffers())
         flying: deque[tuple[torch.Tensor, Future[None]]] = deque()
         for block in _blocks(pieces, store):
