@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.store_contract import noise
-from torpor.errors import StoreError
+from torpor.errors import StoreError, UsageError
 from torpor.stores.base import BlockStore, Slot, Store
+from torpor.stores.pageable import PageableStore
 from torpor.stores.slots import up
 from torpor.transfer import Moved, Piece, load, read, save
 
@@ -193,6 +194,26 @@ def test_a_homeless_kind_of_store_is_refused() -> None:
     for direction in (save, load):
         with pytest.raises(TypeError, match="Neither is neither"):
             direction([piece], Neither())
+
+
+@pytest.mark.parametrize(
+    "home",
+    [
+        torch.zeros(_CHUNK - 1, dtype=torch.uint8),
+        torch.zeros(_CHUNK + 1, dtype=torch.uint8),
+        torch.zeros(2 * _CHUNK, dtype=torch.uint8)[::2],
+        torch.zeros(_CHUNK, dtype=torch.int8),
+    ],
+    ids=["short", "long", "strided", "signed"],
+)
+@pytest.mark.parametrize("direction", [save, load])
+def test_a_home_that_does_not_fit_its_slot_is_refused(direction, home: torch.Tensor) -> None:
+    blocks, memory = Recording(_CHUNK), PageableStore()
+    for store, slot in ((blocks, Slot(0, _CHUNK)), (memory, memory.reserve([_CHUNK])[0])):
+        with pytest.raises(UsageError, match=f"slot of {_CHUNK} bytes"):
+            direction([Piece(home, slot)], store)
+    assert blocks.calls == []
+    memory.close()
 
 
 def test_it_says_how_many_bytes_in_how_many_seconds() -> None:
