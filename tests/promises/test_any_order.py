@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import torch
 from conftest import bits
 from hypothesis import HealthCheck, settings
@@ -24,18 +25,23 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         sizes=st.lists(_STORAGE_BYTES, min_size=1, max_size=5),
         views=st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1), st.floats(0, 1), _names), max_size=8),
+        foreign=st.booleans(),
         memory=st.sampled_from(["madvise", "resize"]),
         store=st.sampled_from(["pageable", "file"]),
     )
-    def make(self, sizes: list[int], views: list[tuple[int, float, float, str]], memory: str, store: str) -> None:
-        storages = [torch.randint(256, (n,), dtype=torch.uint8) for n in sizes]
+    def make(
+        self, sizes: list[int], views: list[tuple[int, float, float, str]], foreign: bool, memory: str, store: str
+    ) -> None:
+        arrays = [np.random.default_rng(0).integers(256, size=n, dtype=np.uint8) for n in sizes]
+        storages = [torch.from_numpy(array) if foreign else torch.from_numpy(array).clone() for array in arrays]
         self.tensors: dict[str, list[torch.Tensor]] = {name: [] for name in COMPONENTS}
         for i, storage in enumerate(storages):
             self.tensors[COMPONENTS[i % 3]].append(storage)
         for i, begin, end, name in views:
-            storage = storages[i % len(storages)]
-            low, high = sorted((int(begin * storage.numel()), int(end * storage.numel())))
-            self.tensors[name].append(storage[low:high])
+            storage, array = storages[i % len(storages)], arrays[i % len(storages)]
+            low, high = sorted((int(begin * len(array)), int(end * len(array))))
+            # numpy's slice becomes a storage of its own over the same memory, torch's a view of the same storage
+            self.tensors[name].append(torch.from_numpy(array[low:high]) if foreign else storage[low:high])
         self.every = [tensor for tensors in self.tensors.values() for tensor in tensors]
         self.sleeper = Sleeper(extra=self.tensors, store=store, memory=memory, report_leftovers=False)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import SmallActor, bits
@@ -89,3 +91,11 @@ def test_no_hooks_remain(trained: SmallActor, sleeper: Sleeper) -> None:
     with sleeper.asleep():
         assert hooks() > before
     assert hooks() == before
+
+
+def test_a_storage_inside_another_is_read_at_its_own_place(tmp_path: Path) -> None:
+    array = np.arange(40_000, dtype=np.float32)
+    whole, part = torch.from_numpy(array), torch.from_numpy(array[10_000:20_000])
+    with Sleeper(extra={"arrays": [whole, part]}, store_dir=tmp_path) as sleeper, sleeper.asleep():
+        assert part[1].item() == 0  # it does sleep
+        assert torch.equal(sleeper.read(part), torch.arange(10_000, 20_000, dtype=torch.float32))
