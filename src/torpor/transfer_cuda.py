@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,23 +48,28 @@ _IN_FLIGHT = 3
 _JUDGED_BYTES = 16 * 1024**2
 
 
-def save_from_cuda(pieces: Sequence[Piece], store: AddressableStore) -> None:
-    """Copy pieces that live on GPUs to their slots. The bytes are there on return."""
-    lanes = [
-        _Lane(torch.device("cuda", index), store, to_store=True).save(group)
-        for index, group in _by_device(pieces).items()
-    ]
-    for lane in lanes:
-        lane.finish()
+def save_from_cuda(pieces: Iterable[Piece], store: AddressableStore) -> None:
+    """Copy pieces that live on GPUs to their slots. The bytes are there on return.
+
+    Fastest with pieces in the order of their slots. They are taken one by one while copies are under way, so
+    making them costs nothing if they come from a generator.
+    """
+    _transfer(pieces, store, to_store=True)
 
 
-def load_to_cuda(pieces: Sequence[Piece], store: AddressableStore) -> None:
-    """Copy slots to pieces that live on GPUs. The bytes are there on return."""
-    lanes = [
-        _Lane(torch.device("cuda", index), store, to_store=False).load(group)
-        for index, group in _by_device(pieces).items()
-    ]
-    for lane in lanes:
+def load_to_cuda(pieces: Iterable[Piece], store: AddressableStore) -> None:
+    """Copy slots to pieces that live on GPUs; as `save_from_cuda` does."""
+    _transfer(pieces, store, to_store=False)
+
+
+def _transfer(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool) -> None:
+    lanes: dict[int, _Lane] = {}
+    for part in _parts(pieces):
+        lane = lanes.get(part.device)
+        if lane is None:
+            lane = lanes[part.device] = _Lane(torch.device("cuda", part.device), store, to_store=to_store)
+        lane.move(part)
+    for lane in lanes.values():
         lane.finish()
 
 
@@ -80,17 +84,11 @@ def warm_up(device: torch.device) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _by_device(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
-    groups: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.home.get_device(), []).append(piece)
-    return groups
-
-
 @dataclass(slots=True)
 class _Part:
     """A stretch of the store that crosses the link at once, and the memory it is for."""
 
+    device: int
     slot: Slot
     """All its bytes, with the gaps between them."""
     homes: list[int] = field(default_factory=list)
@@ -123,26 +121,21 @@ class _Lane:
         self._pace = _Pace(device, self._kernels, may_use_kernels=isinstance(store, PinnedStore))
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._tables = _Tables()
+        self._turns = cycle((0, 1))
+        for stream in (self._copying, self._kernels):
+            stream.wait_stream(torch.cuda.current_stream(device))
 
-    def save(self, pieces: Sequence[Piece]) -> _Lane:
-        """Start all copies to the store."""
+    def move(self, part: _Part) -> None:
+        """Start the copy of one part; on the way from the store, wait first until few others are under way."""
         with torch.cuda.device(self._device):
-            self._begin()
-            for part, turn in zip(_parts(pieces), cycle((0, 1)), strict=False):
+            turn = next(self._turns)
+            if self._to_store:
                 self._save(part, turn)
-        return self
-
-    def load(self, pieces: Sequence[Piece]) -> _Lane:
-        """Start all copies from the store; by the end only the last few are under way."""
-        with torch.cuda.device(self._device):
-            self._begin()
-            for part, turn in zip(_parts(pieces), cycle((0, 1)), strict=False):
-                if self._pace.takes_engine(part.slot.nbytes):
-                    self._load_by_engine(part, turn)
-                else:
-                    host = self._store.tensor(part.slot)
-                    self._launch(part.table(host.data_ptr(), to_base=False))
-        return self
+            elif self._pace.takes_engine(part.slot.nbytes):
+                self._load_by_engine(part, turn)
+            else:
+                host = self._store.tensor(part.slot)
+                self._launch(part.table(host.data_ptr(), to_base=False))
 
     def finish(self) -> None:
         """Wait for the end, and let go of the buffers."""
@@ -150,10 +143,6 @@ class _Lane:
         self._kernels.synchronize()
         self._pace.judge_all()
         self._staging.clear()
-
-    def _begin(self) -> None:
-        for stream in (self._copying, self._kernels):
-            stream.wait_stream(torch.cuda.current_stream())
 
     def _save(self, part: _Part, turn: int) -> None:
         if part.home is not None:
@@ -309,37 +298,38 @@ def _own_stream(device: torch.device, use: str) -> torch.cuda.Stream:
     return _streams[key]
 
 
-def _parts(pieces: Sequence[Piece]) -> Iterator[_Part]:
-    """Pieces in parts, large ones first: their copies hide the work that small ones take."""
-    yield from (part for piece in pieces if piece.slot.nbytes >= SMALL_BYTES for part in _parts_of(piece))
-    small = [piece for piece in pieces if 0 < piece.slot.nbytes < SMALL_BYTES]
-    small.sort(key=attrgetter("slot.offset"))
+def _parts(pieces: Iterable[Piece]) -> Iterator[_Part]:
+    """Pieces in parts, in the order they come."""
     part: _Part | None = None
     begin = end = 0
-    for piece in small:
-        offset, nbytes = piece.slot.offset, piece.slot.nbytes
-        if part is None or offset - end >= _MAX_GAP_BYTES or offset + nbytes - begin > PART_BYTES:
-            if part is not None:
-                part.slot = Slot(begin, end - begin)
-                yield part
-            part = _Part(piece.slot)
-            begin = offset
-        part.homes.append(piece.home.data_ptr())
-        part.offsets.append(offset - begin)
-        part.sizes.append(nbytes)
-        end = offset + nbytes
+    for piece in pieces:
+        offset, nbytes, device = piece.slot.offset, piece.slot.nbytes, piece.home.get_device()
+        joins = part is not None and part.device == device and end <= offset < end + _MAX_GAP_BYTES
+        if part is not None and not (joins and offset + nbytes - begin <= PART_BYTES):
+            yield part
+            part = None
+        if nbytes >= SMALL_BYTES:
+            yield from _stretches(piece, device)
+        elif nbytes:
+            if part is None:
+                part = _Part(device, piece.slot)
+                begin = offset
+            part.homes.append(piece.home.data_ptr())
+            part.offsets.append(offset - begin)
+            part.sizes.append(nbytes)
+            end = offset + nbytes
+            part.slot = Slot(begin, end - begin)
     if part is not None:
-        part.slot = Slot(begin, end - begin)
         yield part
 
 
-def _parts_of(piece: Piece) -> Iterator[_Part]:
-    """Stretches of one large piece."""
+def _stretches(piece: Piece, device: int) -> Iterator[_Part]:
+    """A large piece in parts."""
     address = piece.home.data_ptr()
     for begin in range(0, piece.slot.nbytes, PART_BYTES):
         nbytes = min(PART_BYTES, piece.slot.nbytes - begin)
         slot = Slot(piece.slot.offset + begin, nbytes)
-        yield _Part(slot, [address + begin], [0], [nbytes], piece.home[begin : begin + nbytes])
+        yield _Part(device, slot, [address + begin], [0], [nbytes], piece.home[begin : begin + nbytes])
 
 
 #: Bytes that one program copies.

@@ -1,0 +1,104 @@
+"""How pieces on GPUs are cut and joined into parts; the copies themselves are tested on a GPU."""
+
+import random
+
+import numpy as np
+import pytest
+
+from torpor.stores.base import Slot
+from torpor.transfer import Piece
+from torpor.transfer_cuda import PART_BYTES, SMALL_BYTES, _parts, chunks
+
+MIB = 1024**2
+
+
+class Home:
+    """As much of a tensor on a GPU as the cutting looks at."""
+
+    def __init__(self, address: int, device: int = 0) -> None:
+        self._address, self._device = address, device
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def get_device(self) -> int:
+        return self._device
+
+    def __getitem__(self, stretch: slice) -> "Home":
+        return Home(self._address + stretch.start, self._device)
+
+
+def pieces_of(sizes, gaps=(0,), devices=(0,), seed=0):
+    chance = random.Random(seed)
+    offset, pieces = 0, []
+    for i, nbytes in enumerate(sizes):
+        offset += chance.choice(gaps)
+        pieces.append(Piece(Home((i + 1) << 40, chance.choice(devices)), Slot(offset, nbytes)))
+        offset += -(-nbytes // 64) * 64
+    return pieces
+
+
+def moved(parts):
+    """Home address -> device, place in the store, bytes."""
+    return {
+        home: (part.device, part.slot.offset + offset, nbytes)
+        for part in parts
+        for home, offset, nbytes in zip(part.homes, part.offsets, part.sizes, strict=True)
+    }
+
+
+def wanted(pieces):
+    found = {}
+    for piece in pieces:
+        step = PART_BYTES if piece.slot.nbytes >= SMALL_BYTES else piece.slot.nbytes or 1
+        for at in range(0, piece.slot.nbytes, step):
+            place = (piece.home.get_device(), piece.slot.offset + at, min(step, piece.slot.nbytes - at))
+            found[piece.home.data_ptr() + at] = place
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_byte_is_moved_once_whatever_comes(seed):
+    chance = random.Random(seed)
+    sizes = [chance.choice([0, 1, 100, 5000, MIB, SMALL_BYTES - 1, SMALL_BYTES, 70 * MIB]) for _ in range(200)]
+    pieces = pieces_of(sizes, gaps=(0, 0, 63, 64, 4096), devices=(0, 1, 2), seed=seed)
+    if seed % 2:
+        chance.shuffle(pieces)
+    parts = list(_parts(pieces))
+    assert moved(parts) == wanted(pieces)
+    assert all(0 < part.slot.nbytes <= PART_BYTES for part in parts)
+    assert all(o + n <= part.slot.nbytes for part in parts for o, n in zip(part.offsets, part.sizes, strict=True))
+
+
+def test_small_neighbours_share_a_part_until_it_is_full():
+    parts = list(_parts(pieces_of([MIB] * 200)))
+    assert [len(part.homes) for part in parts] == [64, 64, 64, 8]
+
+
+def test_a_gap_as_wide_as_a_cache_line_may_be_other_memory():
+    assert len(list(_parts(pieces_of([64] * 10, gaps=(0,))))) == 1
+    assert len(list(_parts(pieces_of([64] * 10, gaps=(64,))))) == 10
+
+
+def test_pieces_are_taken_as_they_come():
+    taken = []
+
+    def source():
+        for piece in pieces_of([MIB] * 200):
+            taken.append(piece)
+            yield piece
+
+    next(iter(_parts(source())))
+    assert len(taken) == 65
+
+
+def test_chunks_cover_what_they_were_told():
+    rng = np.random.default_rng(0)
+    source, to, nbytes = (rng.integers(1, 1 << 20, 50) for _ in range(3))
+    rows = chunks(source << 24, to << 24, nbytes)
+    assert rows[:, 2].min() > 0
+    for i in range(50):
+        mine = rows[(rows[:, 0] >> 24) == source[i]]
+        assert mine[:, 2].sum() == nbytes[i]
+        assert ((mine[:, 1] - (to[i] << 24)) == (mine[:, 0] - (source[i] << 24))).all()
+        assert (np.diff(mine[:, 0]) == mine[:-1, 2]).all()
