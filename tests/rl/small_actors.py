@@ -16,9 +16,11 @@ from torpor.rl.rollout.base import FinishReason, Rollout
 VOCABULARY = 24
 
 
-def make_actor(tmp_path: Path, *, microbatch_tokens: int = 2048, seed: int = 0, **options: Any) -> Actor:
+def make_actor(
+    tmp_path: Path, *, microbatch_tokens: int = 2048, seed: int = 0, hidden_size: int = 32, **options: Any
+) -> Actor:
     return Actor(
-        tiny_model(VOCABULARY, hidden_size=32, seed=seed),
+        tiny_model(VOCABULARY, hidden_size=hidden_size, seed=seed),
         algorithm=options.pop("algorithm", AlgorithmConfig()),
         optimizer=options.pop("optimizer", OptimizerConfig(name="sgd", learning_rate=0.1, betas=(0.0, 0.0))),
         trainer=TrainerConfig(microbatch_tokens=microbatch_tokens, logit_chunk_tokens=4),

@@ -9,6 +9,7 @@ import torch
 
 from torpor.report.jsonl import read_jsonl
 from torpor.rl.build import open_job
+from torpor.rl.checkpoint import split_optimizer_state
 from torpor.rl.config import RunConfig
 from torpor.rl.config_cli import config_from_mapping
 from torpor.rl.loop import run_loop
@@ -36,11 +37,8 @@ def run(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor
     """Run a job; its metrics without the clock's, and the model and optimizer tensors at the end."""
     with open_job(config) as job:
         run_loop(job)
-        state = dict(job.actor.sleeper.state_dict())
-        moments = job.actor.sleeper.optimizer_state_dict()["state"]
-        tensors = {name: tensor.clone() for name, tensor in state.items()}
-        for index, values in moments.items():
-            tensors |= {f"{index}.{name}": torch.as_tensor(value).clone() for name, value in values.items()}
+        moments, _ = split_optimizer_state(job.actor.sleeper.optimizer_state_dict())
+        tensors = {name: t.clone() for name, t in {**job.actor.sleeper.state_dict(), **moments}.items()}
     return learning_curve(job.recorder.run.metrics), tensors
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from small_actors import batch_for, make_actor
+from small_jobs import assert_same_tensors
 
 from torpor.errors import UsageError
 from torpor.memory.madvise import MadviseBackend
@@ -19,7 +21,7 @@ from torpor.rl.checkpoint import (
     step_of,
     write_tensors,
 )
-from torpor.rl.config import OptimizerConfig
+from torpor.rl.config import OptimizerConfig, OptimizerName
 
 
 def _write(directory: Path) -> None:
@@ -68,16 +70,33 @@ def test_what_is_read_can_be_put_to_sleep(tmp_path: Path) -> None:
     assert MadviseBackend().refusal(read.untyped_storage()) is None
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "rmsprop"])
-def test_optimizer_state_splits_and_joins(tmp_path: Path, name: str) -> None:
-    with make_actor(tmp_path, optimizer=OptimizerConfig(name=name, learning_rate=1e-3)) as actor:
+def test_nested_optimizer_state_splits_and_joins() -> None:
+    quantized = {"state1": torch.ones(2, dtype=torch.uint8), "blocksize": 256}
+    state = {
+        "state": {0: {"step": 3, "moment": torch.zeros(2), "__quantized__": quantized}, 7: {}},
+        "param_groups": [{"lr": 0.1, "params": [0, 7]}],
+    }
+    tensors, plain = split_optimizer_state(state)
+    assert tensors.keys() == {"0/moment", "0/__quantized__/state1"}
+    joined = join_optimizer_state(tensors, json.loads(json.dumps(plain)))
+    assert joined == state
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop"])
+def test_every_optimizer_goes_on_where_it_was(tmp_path: Path, name: OptimizerName) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    options = {"optimizer": OptimizerConfig(name=name, learning_rate=1e-3), "hidden_size": 128}
+    with make_actor(tmp_path / "a", **options) as actor:
         actor.train(batch_for(actor))
-        state = actor.optimizer.state_dict()
-        joined = join_optimizer_state(*split_optimizer_state(state))
-        assert joined["param_groups"] == state["param_groups"]
-        assert joined["state"].keys() == state["state"].keys()
-        for index, values in state["state"].items():
-            assert joined["state"][index].keys() == values.keys()
+        actor.sleep()
+        checkpoint = save_checkpoint(tmp_path, 1, actor.save, keep=1)
+        final = actor.train(batch_for(actor, version=1)).values()
+        expected = {key: p.detach().clone() for key, p in actor.model.named_parameters()}
+    with make_actor(tmp_path / "b", seed=9, **options) as other:
+        other.load(checkpoint)
+        assert other.train(batch_for(other, version=1)).values() == final
+        assert_same_tensors(expected, dict(other.model.named_parameters()))
 
 
 @pytest.mark.parametrize("asleep", [True, False])

@@ -9,6 +9,7 @@ Files are written under another name, brought to the disk, and renamed in one pi
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -92,25 +93,38 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def split_optimizer_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's `state_dict()` as tensors by name and JSON values.
+    """An optimizer's `state_dict()` as tensors by path and JSON values; state may be nested, as bitsandbytes has it.
 
-    Example: the tensors `{"0.exp_avg": ..., "0.step": ...}` and `{"param_groups": [...], "state": {"0": {}}}`.
+    Example: the tensors `{"0/exp_avg": ..., "0/step": ...}` and `{"param_groups": [...], "state": {"0": {}}}`.
     """
     tensors: dict[str, Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for index, values in state["state"].items():
-        plain[str(index)] = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-        tensors |= {f"{index}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
+    plain = {str(index): _take_tensors(values, str(index), tensors) for index, values in state["state"].items()}
     return tensors, {"param_groups": state["param_groups"], "state": plain}
 
 
 def join_optimizer_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `split_optimizer_state`."""
-    state: dict[int, dict[str, Any]] = {int(index): dict(plain) for index, plain in values["state"].items()}
-    for key, tensor in tensors.items():
-        index, name = key.split(".", 1)
-        state[int(index)][name] = tensor
+    state: dict[int, dict[str, Any]] = {int(index): copy.deepcopy(plain) for index, plain in values["state"].items()}
+    for path, tensor in tensors.items():
+        index, *tables, name = path.split("/")
+        table = state[int(index)]
+        for inner in tables:
+            table = table[inner]
+        table[name] = tensor
     return {"state": state, "param_groups": values["param_groups"]}
+
+
+def _take_tensors(values: Mapping[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`values` without its tensors, which go into `tensors` by path."""
+    rest: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            tensors[f"{path}/{name}"] = value
+        elif isinstance(value, dict):
+            rest[name] = _take_tensors(value, f"{path}/{name}", tensors)
+        else:
+            rest[name] = value
+    return rest
 
 
 def _checkpoints(root: Path) -> list[Path]:
