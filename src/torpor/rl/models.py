@@ -74,9 +74,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTraine
 
     _require_directory(directory)
     with _without_progress_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     make_private(model)
     model.train(False)
     return model
@@ -190,9 +188,7 @@ def _smollm2_gguf() -> tuple[Path, str]:
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise UnsupportedError(
-            f"the package {SMOLLM2_PACKAGE} is not installed. {_SMOLLM2_INSTALL}"
-        ) from error
+        raise UnsupportedError(f"the package {SMOLLM2_PACKAGE} is not installed. {_SMOLLM2_INSTALL}") from error
     for file in files:
         if file.suffix == ".gguf":
             return Path(str(file.locate())), _hex(file.hash)
@@ -207,9 +203,7 @@ def _convert_gguf(source: Path, target: Path) -> None:
     try:
         import gguf  # noqa: F401 - transformers names it only in a traceback
     except ImportError as error:
-        raise UnsupportedError(
-            "turning a GGUF file into a model needs the package gguf: pip install gguf"
-        ) from error
+        raise UnsupportedError("turning a GGUF file into a model needs the package gguf: pip install gguf") from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
