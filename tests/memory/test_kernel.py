@@ -104,15 +104,15 @@ def test_locked_memory_is_told_apart() -> None:
     assert not mapping.locked
 
 
-@given(st.integers(0, 2**47), st.integers(0, 2**24))
-def test_whole_pages_lie_inside_and_are_all(address: int, nbytes: int) -> None:
-    begin, length = kernel.whole_pages(address, nbytes)
-    assert begin % PAGE_BYTES == length % PAGE_BYTES == 0
+@given(st.integers(0, 2**47), st.integers(0, 2**24), st.sampled_from([PAGE_BYTES, kernel.HUGE_PAGE_BYTES]))
+def test_whole_pages_lie_inside_and_are_all(address: int, nbytes: int, page: int) -> None:
+    begin, length = kernel.whole_pages(address, nbytes, page)
+    assert begin % page == length % page == 0
     if length:
-        assert address <= begin < address + PAGE_BYTES
-        assert address + nbytes - PAGE_BYTES < begin + length <= address + nbytes
+        assert address <= begin < address + page
+        assert address + nbytes - page < begin + length <= address + nbytes
     else:
-        assert nbytes < 2 * PAGE_BYTES - 1
+        assert nbytes < 2 * page - 1
 
 
 def test_pages_come_and_go() -> None:

@@ -157,6 +157,33 @@ def test_the_map_is_read_anew_on_refresh(tmp_path: Path, backend: MadviseBackend
     assert "mapped from the file" in (backend.refusal(window.untyped_storage()) or "")
 
 
+def huge_page_spans() -> list[tuple[int, int]]:
+    """Where the kernel was told that huge pages are welcome."""
+    spans, span = [], (0, 0)
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line[0].isupper():
+            begin, end = line.split()[0].split("-")
+            span = int(begin, 16), int(end, 16)
+        elif line.startswith("VmFlags:") and "hg" in line.split():
+            spans.append(span)
+    return spans
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_huge_pages_are_asked_for_inside_a_storage_only(backend: MadviseBackend) -> None:
+    memory = mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    large = torch.frombuffer(memory, dtype=torch.uint8, count=8 * MIB, offset=MIB + 100)
+    small = torch.frombuffer(memory, dtype=torch.uint8, count=MIB, offset=14 * MIB)
+    before = huge_page_spans()
+    backend.release([large.untyped_storage(), small.untyped_storage()])
+    backend.restore([large.untyped_storage(), small.untyped_storage()])
+    (begin, end), *others = [span for span in huge_page_spans() if span not in before]
+    assert not others
+    assert large.data_ptr() <= begin < large.data_ptr() + kernel.HUGE_PAGE_BYTES
+    assert large.data_ptr() + large.nbytes - kernel.HUGE_PAGE_BYTES < end <= large.data_ptr() + large.nbytes
+    assert MadviseBackend().refusal(large.untyped_storage()) is None, "still one kind of memory"
+
+
 def test_too_small_or_empty_gives_nothing(backend: MadviseBackend) -> None:
     for nbytes in (0, 1, PAGE_BYTES - 1):
         storage = torch.ones(nbytes, dtype=torch.uint8).untyped_storage()

@@ -13,7 +13,11 @@ from pathlib import Path
 
 PAGE_BYTES = mmap.PAGESIZE
 MADV_DONTNEED = 4
+MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+#: What one entry of the second page-table level maps, on x86-64 and on arm64 with pages of 4 KiB.
+HUGE_PAGE_BYTES = 2 * 1024**2
 
 #: `f_type` of statfs(2) for filesystems that live in memory. Source: linux/magic.h.
 _MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
@@ -96,10 +100,10 @@ def _process_locks_memory() -> bool:
     )
 
 
-def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+def whole_pages(address: int, nbytes: int, page_bytes: int = PAGE_BYTES) -> tuple[int, int]:
     """Start and length in bytes of the pages that lie entirely inside `nbytes` bytes from `address`."""
-    begin = -(-address // PAGE_BYTES) * PAGE_BYTES
-    end = (address + nbytes) // PAGE_BYTES * PAGE_BYTES
+    begin = -(-address // page_bytes) * page_bytes
+    end = (address + nbytes) // page_bytes * page_bytes
     return begin, max(0, end - begin)
 
 
