@@ -17,9 +17,10 @@ from torpor.rl.loop import run_loop
 SMALL: dict[str, Any] = {
     "steps": 3,
     "model": {"kind": "tiny", "hidden_size": 64, "num_layers": 2},
-    "task": {"kind": "string", "min_length": 2, "max_length": 4},
-    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 5, "kv_cache_mib": 8},
+    "task": {"kind": "string", "min_length": 1, "max_length": 3},
+    "rollout": {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 5, "kv_cache_mib": 8},
     "optimizer": {"learning_rate": 1e-3},
+    "warm_start": {"steps": 10, "batch_size": 8, "learning_rate": 3e-3},
     "evaluation": {"interval_steps": 0, "num_questions": 4},
     "report": {"plot_interval_steps": 0},
 }

@@ -29,6 +29,7 @@ def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
     awake_curve, awake = run(small_config(tmp_path / "awake", memory={"offload_train": False}))
     asleep_curve, asleep = run(small_config(tmp_path / "asleep"))
     assert len(awake_curve) == 3
+    assert all(record["policy/teaching_groups"] > 0 for record in awake_curve)
     assert awake_curve == asleep_curve
     assert_same_tensors(awake, asleep)
     assert not read_jsonl(tmp_path / "awake" / "ledgers.jsonl")
@@ -49,6 +50,7 @@ def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
 def test_every_choice_sleeps_bit_for_bit(tmp_path: Path, changes: dict[str, dict[str, object]]) -> None:
     awake_memory = {**changes.get("memory", {}), "offload_train": False}
     awake_curve, awake = run(small_config(tmp_path / "awake", **{**changes, "memory": awake_memory}, steps=2))
+    assert awake_curve[0]["policy/teaching_groups"] > 0
     asleep_curve, asleep = run(small_config(tmp_path / "asleep", **changes, steps=2))
     assert awake_curve == asleep_curve
     assert_same_tensors(awake, asleep)
@@ -58,7 +60,6 @@ def test_every_choice_sleeps_bit_for_bit(tmp_path: Path, changes: dict[str, dict
 def test_resumes_to_the_bit(tmp_path: Path, optimizer: str) -> None:
     options = {
         "optimizer": {"name": optimizer, "schedule": "linear"},
-        "warm_start": {"steps": 2, "batch_size": 4},
         "checkpoint": {"interval_steps": 2},
     }
     whole_curve, whole = run(small_config(tmp_path / "whole", steps=4, **options))
