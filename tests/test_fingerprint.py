@@ -13,9 +13,7 @@ RNG = np.random.default_rng(7)
 
 
 def on_cpu(data: bytes) -> bytes:
-    return fingerprint(
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-    )
+    return fingerprint(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte())
 
 
 @pytest.fixture(params=[on_cpu, reference_digest], ids=["cpu", "reference"])
@@ -121,9 +119,7 @@ def _units(words):
     from torpor.fingerprint_reference import _rounds
 
     place = np.arange(1, len(words) + 1, dtype=np.uint64)
-    return np.stack(
-        _rounds(words[:, 0] + place * np.uint64(KEY0), words[:, 1] + place * np.uint64(KEY1)), axis=1
-    )
+    return np.stack(_rounds(words[:, 0] + place * np.uint64(KEY0), words[:, 1] + place * np.uint64(KEY1)), axis=1)
 
 
 @settings(max_examples=50, deadline=None)

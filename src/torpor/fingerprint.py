@@ -27,8 +27,8 @@ def fingerprints(blocks: Sequence[torch.Tensor]) -> list[Digest]:
     Args:
         blocks: contiguous 1-D `uint8` tensors, each of shape `[nbytes]`, on the CPU or on CUDA.
 
-    On the CPU this is XXH3-128 in canonical byte order (https://xxhash.com); on CUDA the sum that
-    `fingerprint_cuda` defines, which `fingerprint_cuda.reference` computes from a host copy.
+    On the CPU this is XXH3-128 in canonical byte order (https://xxhash.com); on CUDA what
+    `fingerprint_reference` defines, whose `reference_digest` gives the same for a host copy.
     """
     devices = [block.device for block in blocks]
     distinct = set(devices)

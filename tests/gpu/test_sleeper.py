@@ -330,11 +330,12 @@ def test_a_sleep_that_does_not_block_frees_as_it_goes():
         tensors = [torch.randn(1 << 26, device=DEVICE) for _ in range(16)]
     before = [bits(t[: 1 << 18]) for t in tensors]
     sleeper = torpor.Sleeper(extra=tensors)
+    cycle(sleeper)  # the first one also makes streams and loads kernels, which take device memory for good
     used = used_bytes()
     handle = sleeper.sleep(blocking=False)
     assert handle.wait_for(GIB) >= GIB
     assert handle.result().freed_bytes >= 4 * GIB
-    assert used - used_bytes() >= 4 * GIB - 64 * MIB
+    assert used - used_bytes() >= 4 * GIB
     poison()
     sleeper.wake()
     assert same(before, [t[: 1 << 18] for t in tensors])
@@ -344,8 +345,9 @@ def test_need_bytes_frees_that_much_and_no_more():
     with torpor.pool():
         tensors = [torch.randn(1 << 26, device=DEVICE) for _ in range(16)]
     sleeper = torpor.Sleeper(extra=tensors)
+    cycle(sleeper)
     used = used_bytes()
     ledger = sleeper.sleep(need_bytes=GIB)
-    assert GIB - 64 * MIB <= used - used_bytes() <= GIB + 256 * MIB
-    assert ledger.bytes_by_fate()[Fate.MOVED] == GIB
+    assert GIB <= used - used_bytes() <= GIB + 256 * MIB
+    assert ledger.bytes_by_fate()[Fate.CLEAN] == GIB
     sleeper.wake()
