@@ -40,8 +40,12 @@ def ensure(extras: str, without_dependencies: tuple[str, ...] = ()) -> Path:
 
 
 def run(*arguments: str) -> None:
-    """Replace this process by the environment's Python with `arguments`."""
-    os.execv(PYTHON, [str(PYTHON), *arguments])
+    """Replace this process by the environment's Python with `arguments`.
+
+    OpenMP's threads wait asleep: on a machine whose cores are shared, threads that spin cost far more than they save.
+    """
+    environment = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", **os.environ}
+    os.execve(PYTHON, [str(PYTHON), *arguments], environment)
 
 
 def _install_torch() -> None:

@@ -77,3 +77,7 @@ class MadviseBackend(MemoryBackend):
 
     def used_bytes(self, device: torch.device) -> int:
         return kernel.process_resident_bytes()
+
+    def settle(self) -> None:
+        """What was freed before (gradients set to None, say) still lies in glibc's heap."""
+        kernel.trim_heap()
