@@ -17,7 +17,9 @@ leftovers are removed by the next run.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -311,7 +313,9 @@ class Sleeper:
         return state
 
     def stream(self, name: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the model's `state_dict()` one after the other, holding one host copy at a time.
+        """The tensors of the model's `state_dict()` one after the other, the next one read ahead of its turn.
+
+        Two host copies are held at a time: the one handed out and the next.
 
         Args:
             name: which model, if there are several.
@@ -482,12 +486,22 @@ class Sleeper:
             return self._reader().tree(values())
 
     def _stream(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                with self._lock:
-                    self._require_open()
-                    tensor = self._reader().tensor(value)
-                yield key, tensor
+        coming: deque[tuple[str, Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="torpor-stream") as ahead:
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    coming.append((key, ahead.submit(self._read_one, value)))
+                if len(coming) > 1:
+                    key, tensor = coming.popleft()
+                    yield key, tensor.result()
+                    del tensor
+            for key, tensor in coming:
+                yield key, tensor.result()
+
+    def _read_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            self._require_open()
+            return self._reader().tensor(tensor)
 
     def _reader(self) -> Reader:
         return Reader([s for group in self._asleep.values() for s in group], self._store)

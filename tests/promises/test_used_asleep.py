@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from pathlib import Path
 
@@ -40,15 +41,23 @@ def test_ties_and_strides_are_kept_in_what_is_read(tmp_path_factory: pytest.Temp
     assert torch.equal(state["c.weight"], model["c"].weight)
 
 
-def test_a_stream_holds_one_tensor_at_a_time(sleeper: Sleeper) -> None:
+def test_a_stream_holds_two_tensors_at_a_time(sleeper: Sleeper) -> None:
     with sleeper.asleep():
-        previous: weakref.ref[torch.UntypedStorage] | None = None
-        alive = []
+        seen: list[weakref.ref[torch.Tensor]] = []
         for _, tensor in sleeper.stream():
-            alive.append(previous is not None and previous() is not None)
-            previous = weakref.ref(tensor)
+            assert all(old() is None for old in seen[:-1])
+            seen.append(weakref.ref(tensor))
             del tensor
-    assert not any(alive)
+    assert len(seen) > 3
+
+
+def test_a_stream_that_is_left_half_way_leaves_nothing_behind(trained: SmallActor, sleeper: Sleeper) -> None:
+    before, threads = trained.bits(), threading.active_count()
+    with sleeper.asleep():
+        for _ in sleeper.stream():
+            break
+    assert threading.active_count() == threads
+    assert trained.bits() == before
 
 
 def test_zeroed_gradients_read_as_zeros(trained: SmallActor, sleeper: Sleeper) -> None:
