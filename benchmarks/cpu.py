@@ -1,6 +1,6 @@
 """What the sleeper does on a machine without a GPU, against what the machine can do in the same run.
 
-    python benchmarks/cpu.py [--directory DIR] [--gib 1] [--rounds 5] [--only disk own ...]
+    python benchmarks/cpu.py [--directory DIR] [--gib 1] [--rounds 8] [--only disk own ...]
 
 One table, and every number with machine, versions and date in `results/cpu.json`. Rates are medians over rounds, and
 each round takes turns with plain direct I/O of the same bytes in blocks of the same size, because a disk's rate
@@ -23,23 +23,31 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from torpor import Sleeper
 from torpor.fingerprint import fingerprints
+from torpor.ledger import Ledger
 from torpor.memory import kernel
 from torpor.memory.madvise import MadviseBackend
+from torpor.stores.base import Slot
 from torpor.stores.file import FileStore
-from torpor.transfer import Piece, load, save
+from torpor.transfer import Moved, Piece, load, save
 
 RESULT = Path(__file__).parent / "results" / "cpu.json"
+#: `transfer.save` or `transfer.load`.
+Mover: TypeAlias = Callable[[list[Piece], FileStore], Moved]
+
 MIB, GIB = 1024**2, 1024**3
 MANY = 20_000
 BLOCK_BYTES = 8 * MIB
+SEGMENT_BYTES = 128 * MIB
 RESIDUE_CYCLES = 20
 
 
@@ -71,44 +79,6 @@ class Figure:
         return f"{self.group:<12} {self.name:<54} {self.value:>10.3f} {self.unit:<8} {bar:<8} {self.verdict}".rstrip()
 
 
-class PlainDirect:
-    """One preallocated file, written and read in aligned blocks with direct I/O, one or two in flight."""
-
-    def __init__(self, directory: Path, nbytes: int) -> None:
-        self._fd = os.open(directory / "plain", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, nbytes)
-        self._nbytes = nbytes
-        self._buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]
-        for buffer in self._buffers:
-            buffer.write(os.urandom(BLOCK_BYTES))
-        self.write(1)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def write(self, flights: int) -> float:
-        """Seconds to write the file; the bytes are on the device."""
-        start = time.perf_counter()
-        self._run(flights, lambda buffer, offset: os.pwrite(self._fd, buffer, offset))
-        os.fdatasync(self._fd)
-        return time.perf_counter() - start
-
-    def read(self, flights: int) -> float:
-        """Seconds to read the file."""
-        start = time.perf_counter()
-        self._run(flights, lambda buffer, offset: os.preadv(self._fd, [buffer], offset))
-        return time.perf_counter() - start
-
-    def _run(self, flights: int, move: Callable[[mmap.mmap, int], int]) -> None:
-        def stripe(k: int) -> None:
-            for offset in range(k * BLOCK_BYTES, self._nbytes, flights * BLOCK_BYTES):
-                if move(self._buffers[k], offset) != BLOCK_BYTES:
-                    raise OSError(f"a short transfer at {offset}")
-
-        with ThreadPoolExecutor(flights) as threads:
-            list(threads.map(stripe, range(flights)))
-
-
 class Medians:
     """Named seconds of several rounds."""
 
@@ -126,14 +96,91 @@ class Medians:
         return min(self[f"{direction} 1"], self[f"{direction} 2"])
 
 
+class PlainDirect:
+    """One preallocated file, written and read in aligned blocks with direct I/O, one or two in flight."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._fd = os.open(directory / "plain", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, nbytes)
+        self._buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]
+        for buffer in self._buffers:
+            buffer.write(os.urandom(BLOCK_BYTES))
+        self.write(1, 0, nbytes)  # blocks that were never written are slower
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def write(self, flights: int, begin: int, end: int) -> float:
+        """Seconds to write these bytes of the file; they are on the device then."""
+        start = time.perf_counter()
+        self._run(flights, begin, end, lambda buffer, offset: os.pwrite(self._fd, buffer, offset))
+        os.fdatasync(self._fd)
+        return time.perf_counter() - start
+
+    def read(self, flights: int, begin: int, end: int) -> float:
+        """Seconds to read these bytes of the file."""
+        start = time.perf_counter()
+        self._run(flights, begin, end, lambda buffer, offset: os.preadv(self._fd, [buffer], offset))
+        return time.perf_counter() - start
+
+    def measure(self, took: Medians, direction: str, turn: int, begin: int, end: int) -> None:
+        """Once, with one or two in flight, which take turns."""
+        flights = 1 + turn // 2 % 2
+        took.add(f"{direction} {flights}", (self.write if direction == "write" else self.read)(flights, begin, end))
+
+    def _run(self, flights: int, begin: int, end: int, move: Callable[[mmap.mmap, int], int]) -> None:
+        def stripe(k: int) -> None:
+            for offset in range(begin + k * BLOCK_BYTES, end, flights * BLOCK_BYTES):
+                if move(self._buffers[k], offset) != BLOCK_BYTES:
+                    raise OSError(f"a short transfer at {offset}")
+
+        with ThreadPoolExecutor(flights) as threads:
+            list(threads.map(stripe, range(flights)))
+
+
 def randoms(count: int, nbytes: int) -> list[torch.Tensor]:
     """`count` tensors of `nbytes` in all."""
     whole = torch.randint(0, 256, (nbytes // count,), dtype=torch.uint8)
     return [whole.clone() for _ in range(count)]
 
 
+def in_turns(turn: int, one: Callable[[], None], other: Callable[[], None]) -> None:
+    """Both; in every second turn the other first: a virtual disk's host may cache what was written last."""
+    for call in (one, other) if turn % 2 == 0 else (other, one):
+        call()
+
+
+def moved_in(took: Medians, move: Mover, pieces: list[Piece], store: FileStore) -> None:
+    """One transfer."""
+    took.add(move.__name__, move(pieces, store).seconds)
+
+
+def timed(call: Callable[[], Ledger], took: Medians) -> None:
+    """One sleep or wake: the whole call, and its copy."""
+    start = time.perf_counter()
+    ledger = call()
+    took.add(ledger.kind, time.perf_counter() - start)
+    took.add(f"{ledger.kind} copy", ledger.stages["copy"])
+
+
+def segments(pieces: list[Piece]) -> list[list[Piece]]:
+    """The same pieces in groups of `SEGMENT_BYTES`, large ones cut."""
+    groups: list[list[Piece]] = []
+    for home, slot in pieces:
+        for start in range(0, slot.nbytes, SEGMENT_BYTES):
+            nbytes = min(SEGMENT_BYTES, slot.nbytes - start)
+            if not groups or sum(piece.slot.nbytes for piece in groups[-1]) + nbytes > SEGMENT_BYTES:
+                groups.append([])
+            groups[-1].append(Piece(home[start : start + nbytes], Slot(slot.offset + start, nbytes)))
+    return groups
+
+
 def transfers(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
-    """`transfer.save` and `load` alone, into memory that was given back."""
+    """`transfer.save` and `load` alone, into memory that was given back, segment by segment beside plain I/O.
+
+    A virtual disk may serve a second of work fast and throttle the next, so the two take turns every few hundredths
+    of a second. Each segment of ours pays for threads and a sync of its own.
+    """
     plain = PlainDirect(directory, nbytes)
     for count in (2, MANY):
         tensors = randoms(count, nbytes)
@@ -142,44 +189,43 @@ def transfers(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
         slots = store.reserve([tensor.nbytes for tensor in tensors])
         pieces = [Piece(tensor, slot) for tensor, slot in zip(tensors, slots, strict=True)]
         save(pieces, store)  # the first time into blocks that were never written
-        for _ in range(rounds):
-            for flights in (1, 2):
-                took.add(f"write {flights}", plain.write(flights))
-            took.add("save", save(pieces, store).seconds)
-            backend.release(storages)
-            for flights in (1, 2):
-                took.add(f"read {flights}", plain.read(flights))
-            took.add("load", load(pieces, store).seconds)
+        groups = segments(pieces)[: nbytes // SEGMENT_BYTES]
+        for turn in range(rounds):
+            for direction, move in (("write", save), ("read", load)):
+                for k, group in enumerate(groups):
+                    begin = k * SEGMENT_BYTES
+                    plainly = partial(plain.measure, took, direction, turn + k, begin, begin + SEGMENT_BYTES)
+                    in_turns(turn + k, plainly, partial(moved_in, took, move, group, store))
+                if move is save:
+                    backend.release(storages)
+                    backend.restore(storages)
         store.close()
-        moved = sum(tensor.nbytes for tensor in tensors) / nbytes
-        yield Figure("disk", f"plain direct write beside {count} storages", nbytes / took.roof("write") / 1e9, "GB/s")
-        yield Figure("disk", f"plain direct read beside {count} storages", nbytes / took.roof("read") / 1e9, "GB/s")
-        yield Figure(
-            "disk", f"save of {count} storages, of direct", moved * took.roof("write") / took["save"], "", 0.85
-        )
-        yield Figure("disk", f"load of {count} storages, of direct", moved * took.roof("read") / took["load"], "", 0.85)
+        moved = statistics.mean(sum(piece.slot.nbytes for piece in group) for group in groups) / SEGMENT_BYTES
+        for direction, move in (("write", save), ("read", load)):
+            roof = took.roof(direction)
+            yield Figure(
+                "disk", f"plain direct {direction} beside {count} storages", SEGMENT_BYTES / roof / 1e9, "GB/s"
+            )
+            ratio = moved * roof / took[move.__name__]
+            yield Figure("disk", f"{move.__name__} of {count} storages, of direct", ratio, "", 0.85)
     plain.close()
 
 
 def through_a_sleeper(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
-    """The same through `sleep()` and `wake()`: the copy alone, and the whole call with its fingerprints."""
+    """The same through `sleep()` and `wake()`: the copy alone, and the whole call with its fingerprints.
+
+    Whole calls cannot take turns as often, so these ratios follow the disk's moods and have no bar.
+    """
     plain = PlainDirect(directory, nbytes)
     for count in (2, MANY):
         tensors, took = randoms(count, nbytes), Medians()
         with Sleeper(extra={"params": tensors}, store_dir=directory, report_leftovers=False) as sleeper:
             with sleeper.asleep():  # the first sleep pays for the reservation
                 pass
-            for _ in range(rounds):
+            for turn in range(rounds):
                 torch._foreach_add_(tensors, 1)
-                for flights in (1, 2):
-                    took.add(f"write {flights}", plain.write(flights))
-                for direction, call in (("read", sleeper.sleep), ("", sleeper.wake)):
-                    start = time.perf_counter()
-                    ledger = call()
-                    took.add(ledger.kind, time.perf_counter() - start)
-                    took.add(f"{ledger.kind} copy", ledger.stages["copy"])
-                    for flights in (1, 2) if direction else ():
-                        took.add(f"read {flights}", plain.read(flights))
+                for direction, call in (("write", sleeper.sleep), ("read", sleeper.wake)):
+                    in_turns(turn, partial(plain.measure, took, direction, turn, 0, nbytes), partial(timed, call, took))
         moved = sum(tensor.nbytes for tensor in tensors) / nbytes
         for kind, direction in (("sleep", "write"), ("wake", "read")):
             roof = moved * took.roof(direction)
@@ -325,15 +371,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
     parser.add_argument("--gib", type=float, default=1.0, help="bytes moved each way, in GiB")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds counted")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds counted, at least 4")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some parts; writes no result")
     parser.add_argument("--output", type=Path, default=RESULT, help="where the numbers go, as JSON")
     args = parser.parse_args()
-    nbytes = max(1, int(args.gib * GIB) // (2 * BLOCK_BYTES)) * 2 * BLOCK_BYTES
+    nbytes = max(1, int(args.gib * GIB) // SEGMENT_BYTES) * SEGMENT_BYTES
     report, figures = circumstances(), []
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="torpor-bench-") as scratch:
         for part in args.only:
-            for figure in PARTS[part](Path(scratch), nbytes, args.rounds):
+            for figure in PARTS[part](Path(scratch), nbytes, max(4, args.rounds)):
                 print(figure.line(), flush=True)
                 figures.append(figure)
     if list(args.only) == list(PARTS):
