@@ -214,7 +214,7 @@ def transfers(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
 def through_a_sleeper(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
     """The same through `sleep()` and `wake()`: the copy alone, and the whole call with its fingerprints.
 
-    Whole calls cannot take turns as often, so these ratios follow the disk's moods and have no bar.
+    Whole calls cannot take turns as often, so these ratios follow a throttled disk's moods far more.
     """
     plain = PlainDirect(directory, nbytes)
     for count in (2, MANY):

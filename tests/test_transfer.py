@@ -33,7 +33,7 @@ class Recording(BlockStore):
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
         self.ring = [torch.zeros(_CHUNK, dtype=torch.uint8) for _ in range(ring)]
         self.calls: list[tuple[str, int, int]] = []
-        self.at_once, self.most_at_once = 0, 0
+        self.ring_was_held = True
         self.lock = threading.Lock()
         self.fail_at = 0
 
@@ -69,6 +69,7 @@ class Recording(BlockStore):
     def _note(self, what: str, offset: int, block: torch.Tensor) -> None:
         with self.lock:
             self.calls.append((what, offset, block.numel()))
+            self.ring_was_held &= self.ring_lock.locked()
             number = len(self.calls)
         if self.fail_at and number >= self.fail_at:
             raise StoreError(f"call {number}")
@@ -179,6 +180,7 @@ def test_two_transfers_at_once_do_not_mix() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    assert store.ring_was_held
     for piece in [*one, *other]:
         assert torch.equal(store.bytes[piece.slot.offset : piece.slot.offset + _CHUNK], piece.home)
 

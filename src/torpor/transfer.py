@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,42 +66,53 @@ class _Block:
     cuts: list[_Cut]
 
 
-def save(pieces: Sequence[Piece], store: Store) -> Moved:
+@dataclass(slots=True)
+class _Counted:
+    """Pieces as they pass, once, and the bytes of those that did."""
+
+    pieces: Iterable[Piece]
+    nbytes: int = 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self.pieces:
+            self.nbytes += piece.slot.nbytes
+            yield piece
+
+
+def save(pieces: Iterable[Piece], store: Store) -> Moved:
     """Copy every piece to its slot; on return the bytes are in the store, not on the way.
+
+    Pieces may come from a generator: those of a GPU are taken while copies are under way.
 
     Raises:
         StoreError: the store refused. Slots may hold anything then.
         UsageError: a home that does not have the bytes of its slot.
     """
     start = time.perf_counter()
+    counted = _Counted(pieces)
     if isinstance(store, AddressableStore):
-        on_gpus, on_host = _by_home(pieces)
-        for piece in on_host:
-            _copy(store.tensor(piece.slot), 0, _whole(piece), 0, piece.slot.nbytes)
-        save_from_cuda(on_gpus, store)
-    elif pieces:
+        save_from_cuda(_of_gpus(counted, lambda piece: _save_on_host(piece, store)), store)
+    elif every := list(counted):
         blocks = _blockwise(store)
-        _write(pieces, blocks)
+        _write(every, blocks)
         blocks.sync()
-    return Moved(sum(piece.slot.nbytes for piece in pieces), time.perf_counter() - start)
+    return Moved(counted.nbytes, time.perf_counter() - start)
 
 
-def load(pieces: Sequence[Piece], store: Store) -> Moved:
-    """Copy every slot to its piece; on return the bytes are there.
+def load(pieces: Iterable[Piece], store: Store) -> Moved:
+    """Copy every slot to its piece; on return the bytes are there. As for `save`, a generator will do.
 
     Raises:
         StoreError: the store refused. Pieces may hold anything then.
         UsageError: a home that does not have the bytes of its slot.
     """
     start = time.perf_counter()
+    counted = _Counted(pieces)
     if isinstance(store, AddressableStore):
-        on_gpus, on_host = _by_home(pieces)
-        for piece in on_host:
-            _copy(_whole(piece), 0, store.tensor(piece.slot), 0, piece.slot.nbytes)
-        load_to_cuda(on_gpus, store)
-    elif pieces:
-        _read(pieces, _blockwise(store))
-    return Moved(sum(piece.slot.nbytes for piece in pieces), time.perf_counter() - start)
+        load_to_cuda(_of_gpus(counted, lambda piece: _load_on_host(piece, store)), store)
+    elif every := list(counted):
+        _read(every, _blockwise(store))
+    return Moved(counted.nbytes, time.perf_counter() - start)
 
 
 def read(store: Store, slot: Slot, start: int, nbytes: int) -> torch.Tensor:
@@ -128,20 +138,21 @@ def _blockwise(store: Store) -> BlockStore:
     return store
 
 
-def _by_home(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Those on GPUs, and the others."""
-    return [piece for piece in pieces if piece.home.is_cuda], [piece for piece in pieces if not piece.home.is_cuda]
+def _of_gpus(pieces: Iterable[Piece], copy: Callable[[Piece], None]) -> Iterator[Piece]:
+    """Those on GPUs; the others are copied on the way."""
+    for piece in pieces:
+        if piece.home.is_cuda:
+            yield piece
+        else:
+            copy(piece)
 
 
-@contextmanager
-def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that are gone when the block ends, well or not; calls not begun by then are never made."""
-    with ThreadPoolExecutor(count, thread_name_prefix="torpor-transfer") as workers:
-        try:
-            yield workers
-        except BaseException:
-            workers.shutdown(wait=True, cancel_futures=True)
-            raise
+def _save_on_host(piece: Piece, store: AddressableStore) -> None:
+    _copy(store.tensor(piece.slot), 0, _whole(piece), 0, piece.slot.nbytes)
+
+
+def _load_on_host(piece: Piece, store: AddressableStore) -> None:
+    _copy(_whole(piece), 0, store.tensor(piece.slot), 0, piece.slot.nbytes)
 
 
 def _write(pieces: Sequence[Piece], store: BlockStore) -> None:
