@@ -175,7 +175,7 @@ def _read(pieces: Sequence[Piece], store: BlockStore) -> None:
 
 def _in_blocks(pieces: Sequence[Piece], store: BlockStore, move: Callable[[_Block, torch.Tensor], None]) -> None:
     """Call `move(block, buffer)` for each block, as many at a time as the ring has buffers; each has one to itself."""
-    with store.ring_lock, _workers(len(store.buffers())) as workers:
+    with store.ring_lock, ThreadPoolExecutor(len(store.buffers()), "torpor-transfer") as workers:
         idle = list(store.buffers())
         flying: deque[tuple[torch.Tensor, Future[None]]] = deque()
         for block in _blocks(pieces, store):
