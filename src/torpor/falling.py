@@ -138,7 +138,7 @@ class Falling:
                 sleeping.digest = digest
             changed = [sleeping for sleeping in verified if sleeping.fate in STORED and self._has_changed(sleeping)]
         with self._stopwatch.stage("copy"):
-            save([sleeping.piece() for sleeping in changed], self._store)
+            save((sleeping.piece() for sleeping in changed), self._store)
         for sleeping in changed:
             if sleeping.place is not None:
                 sleeping.place.digest = sleeping.digest
@@ -183,7 +183,7 @@ def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
     """Memory and bytes of storages, from wherever they wait. Nothing is verified here."""
     for backend, group in by_backend(sleepers):
         backend.restore([sleeping.storage for sleeping in group])
-    load([sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED], store)
+    load((sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED), store)
     for sleeping in sleepers:
         if sleeping.fate is Fate.ZEROED:
             sleeping.bytes.zero_()

@@ -64,6 +64,8 @@ class Ledger:
     """Bytes of host memory the store held before the call."""
     host_bytes: int = 0
     """Bytes of host memory the store holds after the call."""
+    counts_host: bool = True
+    """Whether `used_before_bytes` and `used_after_bytes` are host memory, which the store's own is a part of."""
     leftovers: list[Leftover] = field(default_factory=list)
 
     @property
@@ -101,7 +103,8 @@ class Ledger:
         """How far the kernel's difference is from ours, the store's own host memory taken out: positive if more
         memory is in use after the call than the account says. Other threads of the process move it too."""
         used = self.used_after_bytes - self.used_before_bytes
-        return used - (self.host_bytes - self.host_before_bytes) + self.freed_bytes - self.taken_bytes
+        own = self.host_bytes - self.host_before_bytes if self.counts_host else 0
+        return used - own + self.freed_bytes - self.taken_bytes
 
     @property
     def seconds(self) -> float:

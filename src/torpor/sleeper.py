@@ -26,6 +26,7 @@ from typing import Any, Literal, Self, overload
 
 import torch
 
+from torpor import fingerprint, transfer_cuda
 from torpor.background import Handle
 from torpor.errors import AsleepError, ClosedError, UsageError
 from torpor.falling import Falling, Sleeping, drop_caches
@@ -123,6 +124,7 @@ class Sleeper:
         self._asleep: dict[str, list[Sleeping]] = {}
         self._partly: set[str] = set()
         self._background: Handle | None = None
+        self._devices: set[torch.device] = set()
         self._closed = False
 
     # ---------------------------------------------------------------- sleep and wake
@@ -201,12 +203,18 @@ class Sleeper:
         return handle.result() if handle is not None else None
 
     def prewarm(self) -> int:
-        """Reserve the store's room now, so that the first sleep does not pay for it; the bytes reserved."""
+        """Reserve the store's room now, so that the first sleep does not pay for it; the bytes reserved.
+
+        A pinned store page-locks here, and a GPU's kernels are compiled.
+        """
         self._settle()
         with self._lock:
             self._require_open()
             decisions = self._plan(None, None).decisions
             self._shelf.reserve((d.entry.storage, d.entry.nbytes) for d in decisions if d.fate is Fate.MOVED)
+            for device in _gpus(decisions):
+                fingerprint.warm_up(device)
+                transfer_cuda.warm_up(device)
             return self._store.reserved_bytes
 
     def close(self) -> None:
@@ -347,9 +355,9 @@ class Sleeper:
         with self._lock, collector_paused():
             self._require_open()
             watch = Stopwatch()
-            ledger = self._open_ledger("sleep")
             with watch.stage("plan"):
                 plan = self._plan(names, need_bytes, only)
+            ledger = self._open_ledger("sleep")
             with watch.stage("drop"):
                 rows = drop_caches(plan.decisions)
             on_freed(sum(row.freed_bytes for row in rows))
@@ -411,6 +419,7 @@ class Sleeper:
             backend.refresh()
         inventory = self._inventory()
         self._require_known(names, inventory)
+        self._devices = {entry.device for entry in inventory.entries}
         asleep = self._asleep_keys()
         entries = [
             entry
@@ -527,6 +536,7 @@ class Sleeper:
             self._store.describe(),
             used_before_bytes=self._used_bytes(),
             host_before_bytes=self._store.host_bytes,
+            counts_host=not self._gpus(),
         )
 
     def _close_ledger(self, ledger: Ledger, rows: Iterable[Row], watch: Stopwatch) -> None:
@@ -537,7 +547,12 @@ class Sleeper:
         ledger.host_bytes = self._store.host_bytes
 
     def _used_bytes(self) -> int:
-        return sum(backends[0].used_bytes(torch.device(kind)) for kind, backends in self._backends.items())
+        """Of the GPUs that have storages; of the host where none has: there the store's own memory counts too."""
+        devices = self._gpus() or [torch.device("cpu")]
+        return sum(self._backends[d.type][0].used_bytes(d) for d in devices if d.type in self._backends)
+
+    def _gpus(self) -> list[torch.device]:
+        return [device for device in self._devices if device.type == "cuda"]
 
     def _names(self, components: Components | Collection[str]) -> _Names:
         if components is None:
@@ -576,8 +591,12 @@ def _stray(storage: torch.UntypedStorage) -> Entry:
 
 def _drain(decisions: Sequence[Decision]) -> None:
     """Finish the work in flight on every stream of every device whose bytes are about to be read."""
-    for device in {d.entry.device for d in decisions if d.entry.device.type == "cuda"}:
+    for device in _gpus(decisions):
         torch.cuda.synchronize(device)
+
+
+def _gpus(decisions: Sequence[Decision]) -> set[torch.device]:
+    return {d.entry.device for d in decisions if d.entry.device.type == "cuda"}
 
 
 def _by_name(things: Any, kind: str) -> dict[str, Any]:

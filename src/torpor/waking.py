@@ -47,7 +47,7 @@ def wake_up(
             for backend, group in groups:
                 backend.restore([sleeping.storage for sleeping in group])
         with stopwatch.stage("copy"):
-            load([sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED], store)
+            load((sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED), store)
         with stopwatch.stage("rebuild"):
             _remake(sleepers, resolve)
         if verify:

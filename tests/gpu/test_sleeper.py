@@ -13,7 +13,7 @@ from torch import nn
 import torpor
 from gpu import DEVICE, GIB, MIB, bits, poison, same, used_bytes
 from torpor.errors import NotEnoughMemoryError
-from torpor.kinds import Fate, State
+from torpor.kinds import Fate, Role, State
 from torpor.memory.base import byte_view
 
 
@@ -262,6 +262,27 @@ def test_a_graph_replays_right_after_and_outside_the_pool_what_it_sees_is_kept()
         got, said = graph_run(True, where)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert ("graph" in said) == (where is nullcontext)
+
+
+def test_memory_outside_the_pool_is_freed_and_beside_a_graph_kept_with_the_reason():
+    model, optimizer = small_actor()
+    train(model, optimizer, data(), 1)
+    sleeper = torpor.Sleeper(model, optimizer=optimizer)
+    ledger = sleeper.sleep()
+    assert ledger.freed_bytes > 0
+    assert Fate.KEPT not in {row.fate for row in ledger.rows if row.nbytes > MIB}
+    sleeper.wake()
+    x = torch.ones(64, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+    ledger = sleeper.sleep()
+    assert ledger.freed_bytes == 0
+    assert all("graph" in row.reason for row in ledger.rows if row.role is Role.PARAM and row.fate is Fate.KEPT)
+    assert Fate.KEPT in {row.fate for row in ledger.rows if row.role is Role.PARAM}
+    sleeper.wake()
+    graph.replay()
+    assert bool((y == 2).all())
 
 
 def test_a_frozen_base_is_copied_once_and_noticed_when_it_changes():

@@ -2,6 +2,9 @@
 
 Graphs cannot be asked which addresses they replay. But a capture allocates from a memory pool of its own, so
 while the allocator has a private pool that is not ours, a graph may be alive, and every storage outside is kept.
+
+Memory received from another process cannot be resized and is refused for that. Torch does not say of a storage
+whether it was sent to another process: such a one must not sleep here.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ class CudaResizeBackend(ResizeBackend):
                 "a CUDA graph or a memory pool that is not ours is alive, and a replay would read the old address; "
                 "allocate in torpor.pool()"
             )
-        return super().refusal(storage)
+        # not what a CPU storage is asked: `is_shared()` is true of every CUDA storage
+        if not storage.resizable():
+            return "a storage that torch cannot resize: it belongs to another process or another library"
+        return None
 
     def free_bytes(self, device: torch.device) -> int:
         return cuda.free_bytes(device)

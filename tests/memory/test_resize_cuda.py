@@ -1,0 +1,47 @@
+"""What `resize` refuses on a GPU, asked of storages that answer as CUDA's do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+import torch
+
+from torpor.memory.resize_cuda import CudaResizeBackend
+
+
+@dataclass
+class CudaStorage:
+    """The answers of a CUDA storage, which calls itself shared whatever it is."""
+
+    can_resize: bool = True
+
+    def is_shared(self) -> bool:
+        return True
+
+    def resizable(self) -> bool:
+        return self.can_resize
+
+
+def refusal(backend: CudaResizeBackend, storage: CudaStorage) -> str | None:
+    return backend.refusal(cast(torch.UntypedStorage, storage))
+
+
+def segments(*pools: tuple[int, int]) -> list[dict[str, tuple[int, int]]]:
+    return [{"segment_pool_id": pool} for pool in pools]
+
+
+def test_ordinary_storages_are_taken_and_foreign_ones_refused() -> None:
+    assert refusal(CudaResizeBackend(), CudaStorage()) is None
+    assert "cannot resize" in (refusal(CudaResizeBackend(), CudaStorage(can_resize=False)) or "")
+
+
+def test_a_private_pool_that_is_not_ours_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CudaResizeBackend(lambda: {(0, 5)})
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments((0, 0), (0, 5)))
+    backend.refresh()
+    assert refusal(backend, CudaStorage()) is None
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments((0, 0), (0, 5), (0, 6)))
+    backend.refresh()
+    assert "CUDA graph" in (refusal(backend, CudaStorage()) or "")
