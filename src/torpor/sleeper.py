@@ -171,8 +171,8 @@ class Sleeper:
 
         Args:
             components: a name, several, or None for all.
-            lazy: return when everything a forward and backward pass needs is there; masters and moments
-                follow in the background, and `Optimizer.step` waits for them.
+            lazy: return when everything a forward and backward pass needs is there; moments, and masters that
+                nothing is rebuilt from, follow in the background, and `Optimizer.step` waits for them.
             wait_s: seconds to wait for memory that somebody promised to free.
 
         Returns:
@@ -188,7 +188,7 @@ class Sleeper:
         self._settle()
         with self._lock:
             chosen = [s for name, group in self._asleep.items() if names is None or name in names for s in group]
-            later = [s for s in chosen if lazy and s.decision.entry.role in _LATER]
+            later = _later(chosen) if lazy else []
             ledger = self._wake([s for s in chosen if s not in later] if later else chosen, wait_s)
             if later:
                 self._background = Handle("wake", lambda _: self._wake(later, wait_s))
@@ -587,6 +587,17 @@ def _stray(storage: torch.UntypedStorage) -> Entry:
         reason="live in torpor.pool(), and no rule knows it",
         storages=(storage,),
     )
+
+
+def _later(chosen: Sequence[Sleeping]) -> list[Sleeping]:
+    """What only the optimizer's step reads, and no rebuild: a rebuild is fast from sources that are awake."""
+    sources = {
+        source.untyped_storage()._cdata
+        for s in chosen
+        if s.fate is Fate.REBUILT and s.decision.entry.rebuild is not None
+        for source in s.decision.entry.rebuild.sources
+    }
+    return [s for s in chosen if s.decision.entry.role in _LATER and s.storage._cdata not in sources]
 
 
 def _drain(decisions: Sequence[Decision]) -> None:
