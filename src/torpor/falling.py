@@ -127,8 +127,10 @@ class Falling:
             for sleeping in sleepers:
                 if sleeping.fate is Fate.REBUILT and self._prove_rebuilds:
                     _move_unless_rebuilt_alike(sleeping)
-            stored = [s.decision.entry for s in sleepers if s.fate in STORED]
-            self._new_places = self._shelf.reserve((entry.storage, entry.nbytes) for entry in stored)
+            stored = [s for s in sleepers if s.fate in STORED]
+            places, self._new_places = self._shelf.reserve([(s.storage, s.decision.entry.nbytes) for s in stored])
+            for sleeping, place in zip(stored, places, strict=True):
+                sleeping.place = place
 
     def _save(self, batch: Sequence[Sleeping]) -> None:
         with self._stopwatch.stage("fingerprint"):
@@ -144,16 +146,14 @@ class Falling:
                 sleeping.place.digest = sleeping.digest
 
     def _has_changed(self, sleeping: Sleeping) -> bool:
-        """Note the storage's place; say whether its bytes must be copied there."""
-        entry = sleeping.decision.entry
-        sleeping.place = self._shelf.find(entry.storage, entry.nbytes)
+        """Whether its bytes must be copied to its place, which then holds unknown bytes until they are."""
         if sleeping.place is None:
-            raise LookupError(f"no slot was reserved for {entry.name}")
+            raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
         if sleeping.place.digest == sleeping.digest:
             sleeping.decision.fate = Fate.CLEAN
             return False
         sleeping.place.digest = None  # the slot is about to be overwritten
-        sleeping.copied_bytes = entry.nbytes
+        sleeping.copied_bytes = sleeping.decision.entry.nbytes
         return True
 
     def _free(self, batch: Sequence[Sleeping]) -> int:

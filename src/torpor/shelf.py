@@ -6,7 +6,7 @@ not be copied again (`clean`). The shelf holds no storage alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,31 +41,29 @@ class Shelf:
         self._store = store
         self._places: dict[int, Place] = {}
 
-    def find(self, storage: torch.UntypedStorage, nbytes: int) -> Place | None:
-        """The place kept for this storage, if it still has this size."""
-        place = self._places.get(storage._cdata)
-        if place is None or place.is_orphan() or place.slot.nbytes != nbytes:
-            return None
-        return place
-
     def sweep(self) -> None:
         """Give back the slots of storages that are gone."""
         self.remove([key for key, place in self._places.items() if place.is_orphan()])
 
-    def reserve(self, storages: Iterable[tuple[torch.UntypedStorage, int]]) -> list[int]:
-        """A place for each `(storage, nbytes)` that has none; all or nothing.
+    def reserve(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> tuple[list[Place], list[int]]:
+        """A place for each `(storage, nbytes)`: the one it has, if it still has this size, else a new one.
 
-        Returns the keys of the new places, for `remove` should the sleep fail.
+        Returns:
+            The places in order, and the keys of the new ones, for `remove` should the sleep fail.
 
         Raises:
             StoreFullError: they do not fit. Nothing was reserved.
         """
-        new = [(storage, nbytes) for storage, nbytes in storages if self.find(storage, nbytes) is None]
+        new = [(storage, nbytes) for storage, nbytes in storages if not self._fits(storage, nbytes)]
         self.remove([storage._cdata for storage, _ in new if storage._cdata in self._places])
         slots = self._store.reserve([nbytes for _, nbytes in new])
         for (storage, _), slot in zip(new, slots, strict=True):
             self._places[storage._cdata] = Place(watch(storage), slot)
-        return [storage._cdata for storage, _ in new]
+        return [self._places[storage._cdata] for storage, _ in storages], [storage._cdata for storage, _ in new]
+
+    def _fits(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
+        place = self._places.get(storage._cdata)
+        return place is not None and place.slot.nbytes == nbytes and not place.is_orphan()
 
     def remove(self, keys: Iterable[int]) -> None:
         """Forget places and release their slots."""

@@ -211,7 +211,7 @@ class Sleeper:
         with self._lock:
             self._require_open()
             decisions = self._plan(None, None).decisions
-            self._shelf.reserve((d.entry.storage, d.entry.nbytes) for d in decisions if d.fate is Fate.MOVED)
+            self._shelf.reserve([(d.entry.storage, d.entry.nbytes) for d in decisions if d.fate is Fate.MOVED])
             for device in _gpus(decisions):
                 fingerprint.warm_up(device)
                 transfer_cuda.warm_up(device)
@@ -388,6 +388,7 @@ class Sleeper:
             sleepers = falling.run(going, batch_bytes, on_freed)
         except BaseException:
             self._adopt(falling.stuck)
+            self._arm()
             raise
         self._adopt([*sleepers, *(s for s in staying if s.decision.entry.component not in self._keep)])
         return [*sleepers, *staying]
@@ -452,9 +453,9 @@ class Sleeper:
         return [backend for backends in self._backends.values() for backend in backends]
 
     def _adopt(self, sleepers: Sequence[Sleeping]) -> None:
+        """They sleep from now on. Their guards were set before the first of them was copied."""
         for sleeping in sleepers:
             self._asleep.setdefault(sleeping.decision.entry.component, []).append(sleeping)
-        self._arm()
 
     def _release(self, sleepers: Sequence[Sleeping]) -> None:
         woken = {id(s) for s in sleepers}
