@@ -37,13 +37,7 @@ class PageableStore(AddressableStore):
 
     def reserve(self, sizes_bytes: Sequence[int]) -> list[Slot]:
         self._require_open()
-        slots = self._free.take(sizes_bytes)
-        if slots is None:
-            self._grow(sum(self._free.length(nbytes) for nbytes in sizes_bytes))
-            slots = self._free.take(sizes_bytes)
-        if slots is None:
-            raise ValueError("a region of the size asked for does not hold its slots")
-        return slots
+        return self._free.take_or_grow(sizes_bytes, self._grow)
 
     def release(self, slots: Sequence[Slot]) -> None:
         self._require_open()

@@ -85,13 +85,7 @@ class PinnedStore(AddressableStore):
         self._require_open()
         self._settle()
         with self._lock:
-            slots = self._free.take(sizes_bytes)
-            if slots is None:
-                self._grow(sum(self._free.length(nbytes) for nbytes in sizes_bytes))
-                slots = self._free.take(sizes_bytes)
-            if slots is None:
-                raise ValueError("memory of the size asked for does not hold its slots")
-            return slots
+            return self._free.take_or_grow(sizes_bytes, self._grow)
 
     def release(self, slots: Sequence[Slot]) -> None:
         self._require_open()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 from torpor.stores.base import Slot
@@ -47,6 +47,16 @@ class FreeList:
                 self._extents[i : i + 1] = [(first, begin)] if first < begin else []
                 return
         raise ValueError(f"bytes {begin} to {end} are not the end of a free extent")
+
+    def take_or_grow(self, sizes_bytes: Sequence[int], grow: Callable[[int], None]) -> list[Slot]:
+        """Slots; where they do not fit, `grow` adds free space of so many bytes first, or raises."""
+        slots = self.take(sizes_bytes)
+        if slots is None:
+            grow(sum(self.length(nbytes) for nbytes in sizes_bytes))
+            slots = self.take(sizes_bytes)
+        if slots is None:
+            raise ValueError("free space of the size asked for does not hold its slots")
+        return slots
 
     def take(self, sizes_bytes: Sequence[int]) -> list[Slot] | None:
         """Slots side by side where one extent holds them all, else each where it fits; None if they do not fit."""
