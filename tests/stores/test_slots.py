@@ -95,14 +95,17 @@ def test_space_that_is_free_cannot_be_freed_again() -> None:
         FreeList.add(_with(0, 640), 576, 700)
 
 
-def test_only_the_end_of_an_extent_can_be_removed() -> None:
-    free = _with(0, 640)
-    free.remove(128, 640)
-    assert list(free.extents) == [(0, 128)]
-    with pytest.raises(ValueError, match="not the end of a free extent"):
-        free.remove(0, 64)
+def test_only_what_is_free_can_be_removed() -> None:
+    free = FreeList(64)
+    free.add(0, 640)
+    free.remove(128, 256)
+    assert list(free.extents) == [(0, 128), (256, 640)]
+    for begin, end in ((64, 192), (128, 256), (600, 704)):
+        with pytest.raises(ValueError, match="not free"):
+            free.remove(begin, end)
     free.remove(0, 128)
-    assert list(free.extents) == []
+    free.remove(512, 640)
+    assert list(free.extents) == [(256, 512)]
 
 
 def _with(begin: int, end: int) -> FreeList:

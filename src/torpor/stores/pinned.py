@@ -161,21 +161,10 @@ class PinnedStore(AddressableStore):
         with self._lock:
             for begin, end in self._arena.ranges():
                 if any(first <= begin and end <= last for first, last in self._free.extents):
-                    self._forget(begin, end)
+                    self._free.remove(begin, end)
                     self._arena.give(begin)
                     given_bytes += end - begin
         return given_bytes
-
-    def _forget(self, begin: int, end: int) -> None:
-        """Take a free range out of the list of free space."""
-        kept = FreeList(_ALIGNMENT_BYTES)
-        for first, last in self._free.extents:
-            if first <= begin and end <= last:
-                kept.add(first, begin)
-                kept.add(end, last)
-            else:
-                kept.add(first, last)
-        self._free = kept
 
     def _settle(self) -> None:
         waiting, self._prewarming = self._prewarming, None

@@ -41,12 +41,13 @@ class FreeList:
             self._join()
 
     def remove(self, begin: int, end: int) -> None:
-        """Take free space out of the list; it must be one extent or the end of one."""
+        """Take free space out of the list; it must lie inside one extent."""
         for i, (first, last) in enumerate(self._extents):
-            if first <= begin and last == end:
-                self._extents[i : i + 1] = [(first, begin)] if first < begin else []
+            if first <= begin and end <= last:
+                rest = [(first, begin), (end, last)]
+                self._extents[i : i + 1] = [(low, high) for low, high in rest if low < high]
                 return
-        raise ValueError(f"bytes {begin} to {end} are not the end of a free extent")
+        raise ValueError(f"bytes {begin} to {end} are not free")
 
     def take_or_grow(self, sizes_bytes: Sequence[int], grow: Callable[[int], None]) -> list[Slot]:
         """Slots; where they do not fit, `grow` adds free space of so many bytes first, or raises."""
