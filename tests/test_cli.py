@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -28,6 +30,14 @@ def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     err = capsys.readouterr().err
     assert "no-such-model" in err
     assert "Traceback" not in err
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in [name for name in sys.modules if name == "rich" or name.startswith(("rich.", "torpor.report."))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "rich", None)  # as Python marks a package that cannot be imported
+    assert cli.main(["report", "no-such-run"]) == 2
+    assert "pip install 'torpor[rl]'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a link to measure here")

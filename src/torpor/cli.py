@@ -28,10 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ModuleNotFoundError as error:
+        extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        message = f"needs {error.name}, which the extra '{extra}' brings: pip install 'torpor[{extra}]'"
+        print(f"torpor {arguments.command}: {message}", file=sys.stderr)
+        return 2
     except TorporError as error:
         print(f"torpor {arguments.command}: {error}", file=sys.stderr)
         return 2
     return status
+
+
+#: Package -> the extra of ours that installs it.
+_EXTRA_OF = {
+    **dict.fromkeys(("matplotlib", "pydantic", "rich", "safetensors", "transformers", "tyro"), "rl"),
+    **dict.fromkeys(("accelerate", "gguf"), "gguf"),
+    "reasoning_gym": "tasks",
+    "peft": "peft",
+    "tensorboard": "tensorboard",
+}
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
