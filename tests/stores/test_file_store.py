@@ -221,7 +221,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(["mount", "-o", "loop", image, disk], capture_output=True, check=False).returncode:
         pytest.skip("mounting a loop device is not allowed here")
     yield disk
-    subprocess.run(["umount", disk], check=True)
+    subprocess.run(["umount", "--lazy", disk], check=True)  # lazy: a failed test may hold a file open
 
 
 @pytest.mark.skipif(not _mount_is_possible(), reason="needs root and mkfs.ext4")
