@@ -149,6 +149,7 @@ class Torpor(Way):
             store="pinned",
             report_leftovers=False,
         )
+        actor.step()  # after a step that the sleeper saw, gradients are dead and need no room
         self.sleeper.prewarm()
 
     def sleep(self) -> Json:
@@ -409,9 +410,9 @@ def race(variant: str, num_params: int, cycles: int, residue_cycles: int) -> Jso
         children = {way: Child("worker", way, variant, num_params) for way in present}
         for way, child in children.items():
             found.setdefault(way, {"about": child.ask("about"), "cycles": [], "forwards": []})
-        for _ in range(cycles):
+        for i in range(cycles):
             for way, child in children.items():
-                found[way]["cycles"].append(child.ask("cycle", False))
+                found[way]["cycles"].append({"first": i == 0} | child.ask("cycle", False))
                 print(variant, way, "cycle", found[way]["cycles"][-1]["sleep_s"], flush=True)
         for way, child in children.items():
             if way != "saver":
@@ -430,7 +431,7 @@ def has_saver() -> bool:
 def links(nbytes: int, num: int, cycles: int) -> Json:
     child = Child("links", nbytes, num)
     found: Json = {"roof": child.ask("roof"), "right_after_a_free": child.ask("right_after_a_free", 4 * nbytes)}
-    found["small"] = [child.ask("small", _SETTLE_S) for _ in range(cycles + 1)]
+    found["small"] = [{"first": i == 0} | child.ask("small", _SETTLE_S) for i in range(cycles + 1)]
     found["small_at_once"] = [child.ask("small", 0.0) for _ in range(cycles)]
     found["roof_again"] = child.ask("roof")
     child.end()
@@ -455,9 +456,9 @@ class Figure:
 
 
 def median_of(rows: Sequence[Json], *path: str) -> float:
-    """Of the rows from the second on, where there are several."""
+    """Of all rows but the first cycle of each process."""
     values = []
-    for row in rows[1:] if len(rows) > 1 else rows:
+    for row in (row for row in rows if not row.get("first")):
         value: Any = row
         for key in path:
             value = value[key]
@@ -495,7 +496,7 @@ def figures(adam: Json, lora: Json, link: Json) -> list[Figure]:
     moved = median_of(cycles, "sleep", "copied_bytes")
     freed = min(c["driver_freed_bytes"] / (c["sleep"]["payload_bytes"] + c["cached_bytes"]) for c in cycles)
     base = 2 * lora["torpor"]["about"]["num_params"]
-    later = max(c["sleep"]["copied_bytes"] for c in lora["torpor"]["cycles"][1:])
+    later = max(c["sleep"]["copied_bytes"] for c in lora["torpor"]["cycles"] if not c["first"])
     grown = max(growth(residue["free_asleep_bytes"]), growth(residue["free_awake_bytes"]))
     return [
         Figure("copied to the host per parameter, Adam, bytes", 12.1, True, moved / about["num_params"]),
