@@ -15,7 +15,7 @@ from torpor.kinds import Fate, Role
 _MAX_LEFTOVERS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen takes twice as long to make, and there is one for each storage at first
 class Row:
     """Storages of one component, role, fate and reason, added up.
 
@@ -190,8 +190,10 @@ def add_up(rows: Iterable[Row]) -> list[Row]:
     sums: dict[tuple[str, Role, Fate, str], list[int]] = {}
     for row in rows:
         total = sums.setdefault((row.component, row.role, row.fate, row.reason), [0, 0, 0, 0])
-        for i, n in enumerate((row.storages, row.nbytes, row.copied_bytes, row.freed_bytes)):
-            total[i] += n
+        total[0] += row.storages
+        total[1] += row.nbytes
+        total[2] += row.copied_bytes
+        total[3] += row.freed_bytes
     return [
         Row(component, role, fate, storages, nbytes, copied_bytes, freed_bytes, reason)
         for (component, role, fate, reason), (storages, nbytes, copied_bytes, freed_bytes) in sums.items()
