@@ -29,7 +29,7 @@ import torch
 from torpor import fingerprint, transfer_cuda
 from torpor.background import Handle
 from torpor.errors import AsleepError, ClosedError, UsageError
-from torpor.falling import Falling, Sleeping, drop_caches
+from torpor.falling import STORED, Falling, Sleeping, drop_caches
 from torpor.guards import Guards
 from torpor.inventory import Entry, Inventory, collector_paused, take_inventory
 from torpor.kinds import Fate, Role, State
@@ -402,7 +402,7 @@ class Sleeper:
                 sleepers,
                 self._store,
                 watch,
-                resolve=self._reader().tensor,
+                resolve=self._reader(but={id(s) for s in sleepers if s.fate in STORED}).tensor,
                 verify=self._verify,
                 wait_s=wait_s,
             )
@@ -513,8 +513,9 @@ class Sleeper:
             self._require_open()
             return self._reader().tensor(tensor)
 
-    def _reader(self) -> Reader:
-        return Reader([s for group in self._asleep.values() for s in group], self._store)
+    def _reader(self, but: Collection[int] = ()) -> Reader:
+        """A reader of what sleeps, `but` those (by `id`) whose bytes are back already."""
+        return Reader([s for group in self._asleep.values() for s in group if id(s) not in but], self._store)
 
     def _asleep_keys(self) -> set[int]:
         return set(self._keys(s for group in self._asleep.values() for s in group))

@@ -7,8 +7,12 @@ import torch
 import torpor
 from torpor.kinds import Fate, Role
 
+_read: list[int] = []
+"""Addresses of the sources that `cast` was given, in the order of its calls."""
+
 
 def cast(out: torch.Tensor, master: torch.Tensor) -> None:
+    _read.append(master.data_ptr())
     out.copy_(master)
 
 
@@ -25,6 +29,7 @@ def test_masters_come_before_what_is_rebuilt_from_them() -> None:
         assert Fate.REBUILT in {row.fate for row in sleeper.sleep().rows}
         first = sleeper.wake(lazy=True)
         later = sleeper.finish()
+        assert _read[-1] == master.data_ptr(), "the master itself, not a copy from the store"
         assert Role.MASTER in {row.role for row in first.rows}
         assert later is not None
         assert {row.role for row in later.rows} == {Role.MOMENT}
