@@ -430,7 +430,8 @@ class Sleeper:
             and (only is None or entry.storage._cdata in only)
         ]
         plan = decide(entries, self._backends, self._keep)
-        plan.known = asleep | {s._cdata for entry in inventory.entries for s in entry.storages}
+        if self._report_leftovers:
+            plan.known = asleep | {s._cdata for entry in inventory.entries for s in entry.storages}
         if need_bytes is None:
             return plan
         can_free = sum(d.releasable_bytes for d in plan.decisions)
