@@ -13,14 +13,13 @@ import torch
 
 from torpor.errors import MemoryBackendError
 from torpor.memory import kernel
-from torpor.memory.base import MemoryBackend
+from torpor.memory.host import HostBackend
 
 
-class MadviseBackend(MemoryBackend):
+class MadviseBackend(HostBackend):
     """See the module's docstring."""
 
     name = "madvise"
-    device_type = "cpu"
     keeps_address = True
     restores_zeros = True
 
@@ -71,13 +70,3 @@ class MadviseBackend(MemoryBackend):
             begin, nbytes = kernel.whole_pages(storage.data_ptr(), storage.nbytes(), kernel.HUGE_PAGE_BYTES)
             if nbytes:
                 kernel.madvise(begin, nbytes, kernel.MADV_HUGEPAGE)  # a wish: a refusal costs nothing but time
-
-    def free_bytes(self, device: torch.device) -> int:
-        return kernel.available_bytes()
-
-    def used_bytes(self, device: torch.device) -> int:
-        return kernel.process_resident_bytes()
-
-    def settle(self) -> None:
-        """What was freed before (gradients set to None, say) still lies in glibc's heap."""
-        kernel.trim_heap()

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from torpor.errors import MemoryBackendError
-from torpor.memory import kernel
-from torpor.memory.base import MemoryBackend
+from torpor.memory.host import HostBackend
 
 
-class ResizeBackend(MemoryBackend):
+class ResizeBackend(HostBackend):
     """See the module's docstring."""
 
     name = "resize"
-    device_type = "cpu"
     keeps_address = False
     restores_zeros = False
 
@@ -65,12 +63,3 @@ class ResizeBackend(MemoryBackend):
 
     def needed_bytes(self, storages: Sequence[torch.UntypedStorage]) -> int:
         return sum(self._sizes.get(storage._cdata, 0) for storage in storages)
-
-    def free_bytes(self, device: torch.device) -> int:
-        return kernel.available_bytes()
-
-    def used_bytes(self, device: torch.device) -> int:
-        return kernel.process_resident_bytes()
-
-    def settle(self) -> None:
-        kernel.trim_heap()
