@@ -69,16 +69,6 @@ class Ledger:
     leftovers: list[Leftover] = field(default_factory=list)
 
     @property
-    def resident_before_bytes(self) -> int:
-        """`used_before_bytes`, under the name a CPU's user looks for."""
-        return self.used_before_bytes
-
-    @property
-    def resident_after_bytes(self) -> int:
-        """`used_after_bytes`, under the name a CPU's user looks for."""
-        return self.used_after_bytes
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all storages in the account."""
         return sum(row.nbytes for row in self.rows)
