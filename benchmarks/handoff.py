@@ -553,6 +553,11 @@ def _version(name: str) -> str | None:
         return None
 
 
+def write(path: Path, run: Json) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/handoff.json"))
@@ -564,18 +569,18 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs an NVIDIA GPU")
-    run = about_the_run()
-    link = links(options.link_bytes, options.small_storages, options.cycles)
-    print(json.dumps(link), flush=True)
-    adam = race("adam", options.params, options.cycles, options.residue_cycles)
-    lora = race("lora", options.params, options.cycles, 2)
-    found = figures(adam, lora, link)
-    lines = [asdict(figure) | {"verdict": figure.verdict} for figure in found]
-    run |= {"params": options.params, "cycles": options.cycles, "figures": lines}
-    run |= {"link": link, "adam": adam, "lora": lora}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    print(table(found, adam, lora))
+    run = about_the_run() | {"params": options.params, "cycles": options.cycles}
+    parts: dict[str, Callable[[], Json]] = {
+        "link": lambda: links(options.link_bytes, options.small_storages, options.cycles),
+        "adam": lambda: race("adam", options.params, options.cycles, options.residue_cycles),
+        "lora": lambda: race("lora", options.params, options.cycles, 2),
+    }
+    for name, measure in parts.items():
+        run[name] = measure()
+        write(options.out, run)  # what is measured stays, whatever becomes of the rest
+    found = figures(run["adam"], run["lora"], run["link"])
+    write(options.out, run | {"figures": [asdict(figure) | {"verdict": figure.verdict} for figure in found]})
+    print(table(found, run["adam"], run["lora"]))
 
 
 if __name__ == "__main__":
