@@ -42,6 +42,8 @@ _ADAPTER_SHARE = 1000
 _SETTLE_S = 0.5
 """The driver wipes freed memory for some tenths of a second, with the engine that brings bytes to the device."""
 GROUPS = (("torpor", "saver", "saver_retained"), ("torpor", "to_cpu", "by_hand"))
+_FORWARD_WAYS = ("torpor", "saver_retained")
+"""The ways whose wake until the first forward pass is compared."""
 LABELS = {
     "torpor": "(a) Torpor",
     "saver": "(b) torch_memory_saver",
@@ -402,11 +404,11 @@ class Child:
         self._process.join()
 
 
-def race(variant: str, num_params: int, cycles: int, residue_cycles: int) -> Json:
-    """All ways, in groups that fit the host, taking turns in each cycle."""
+def race(variant: str, num_params: int, cycles: int, residue_cycles: int, wanted: Sequence[str] = tuple(WAYS)) -> Json:
+    """All `wanted` ways, in groups that fit the host, taking turns in each cycle."""
     found: Json = {}
     for ways in GROUPS:
-        present = [way for way in ways if not way.startswith("saver") or has_saver()]
+        present = [way for way in ways if way in wanted and (has_saver() or not way.startswith("saver"))]
         children = {way: Child("worker", way, variant, num_params) for way in present}
         for way, child in children.items():
             found.setdefault(way, {"about": child.ask("about"), "cycles": [], "forwards": []})
@@ -415,7 +417,7 @@ def race(variant: str, num_params: int, cycles: int, residue_cycles: int) -> Jso
                 found[way]["cycles"].append({"first": i == 0} | child.ask("cycle", False))
                 print(variant, way, "cycle", found[way]["cycles"][-1]["sleep_s"], flush=True)
         for way, child in children.items():
-            if way != "saver":
+            if way in _FORWARD_WAYS:
                 found[way]["forwards"] += [child.ask("cycle", True) for _ in range(cycles)]
         if "residue" not in found["torpor"]:
             found["torpor"]["residue"] = children["torpor"].ask("residue", residue_cycles)
@@ -566,14 +568,15 @@ def main() -> None:
     parser.add_argument("--residue-cycles", type=int, default=20)
     parser.add_argument("--link-bytes", type=int, default=8 * GIB)
     parser.add_argument("--small-storages", type=int, default=20_000)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="Torpor and any others")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs an NVIDIA GPU")
     run = about_the_run() | {"params": options.params, "cycles": options.cycles}
     parts: dict[str, Callable[[], Json]] = {
         "link": lambda: links(options.link_bytes, options.small_storages, options.cycles),
-        "adam": lambda: race("adam", options.params, options.cycles, options.residue_cycles),
-        "lora": lambda: race("lora", options.params, options.cycles, 2),
+        "adam": lambda: race("adam", options.params, options.cycles, options.residue_cycles, options.ways),
+        "lora": lambda: race("lora", options.params, options.cycles, 2, options.ways),
     }
     for name, measure in parts.items():
         run[name] = measure()
