@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torpor.rl.actor import Actor
+from torpor.rl.backends.local import LocalBackend
 from torpor.rl.batch import Batch, make_batch
 from torpor.rl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from torpor.rl.models import tiny_model
@@ -19,16 +20,32 @@ VOCABULARY = 24
 def make_actor(
     tmp_path: Path, *, microbatch_tokens: int = 2048, seed: int = 0, hidden_size: int = 32, **options: Any
 ) -> Actor:
-    return Actor(
+    optimizer = options.pop("optimizer", OptimizerConfig(name="sgd", learning_rate=0.1, betas=(0.0, 0.0)))
+    backend = LocalBackend(
         tiny_model(VOCABULARY, hidden_size=hidden_size, seed=seed),
+        optimizer=optimizer,
+        temperature=1.0,
+        logit_chunk_tokens=4,
+        snapshots=options.pop("snapshots", None),
+    )
+    return Actor(
+        backend,
         algorithm=options.pop("algorithm", AlgorithmConfig()),
-        optimizer=options.pop("optimizer", OptimizerConfig(name="sgd", learning_rate=0.1, betas=(0.0, 0.0))),
+        optimizer=optimizer,
         trainer=TrainerConfig(microbatch_tokens=microbatch_tokens, logit_chunk_tokens=4),
         max_answer_tokens=6,
         total_updates=4,
+        store="file",
         store_dir=tmp_path,
+        report_leftovers=False,
         **options,
     )
+
+
+def model_of(actor: Actor) -> Any:
+    """The policy of an actor that `make_actor` made."""
+    assert isinstance(actor.backend, LocalBackend)
+    return actor.backend.model
 
 
 def make_rollouts(model: Any, version: int = 0) -> list[Rollout]:
@@ -64,5 +81,5 @@ def batch_for(
     normalize_std: bool = True,
 ) -> Batch:
     actor.wake_up()  # the test computes with its model
-    rollouts = make_rollouts(actor.model, version)
+    rollouts = make_rollouts(model_of(actor), version)
     return make_batch(rollouts, rewards, 3, normalize_std=normalize_std)

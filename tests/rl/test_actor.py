@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_actors import VOCABULARY, batch_for, make_actor, make_rollouts
+from small_actors import VOCABULARY, batch_for, make_actor, make_rollouts, model_of
 from small_jobs import assert_same_tensors
 
 from torpor.errors import StateError, UsageError
 from torpor.kinds import Fate
 from torpor.ledger import Ledger
-from torpor.rl.actor import Actor
+from torpor.rl.actor import REFERENCE, Actor
 from torpor.rl.batch import make_batch, microbatches
 from torpor.rl.config import AlgorithmConfig, OptimizerConfig
 from torpor.rl.models import tiny_model
@@ -30,9 +30,9 @@ def actor(tmp_path: Path) -> Iterator[Actor]:
 
 def test_good_answers_become_likelier_and_bad_ones_less_likely(actor: Actor) -> None:
     batch = batch_for(actor)
-    before = [log_prob_T for log_prob_T, _ in Scorer(actor.model, 1.0, 64)([g.tokens for g in batch.groups])]
+    before = [log_prob_T for log_prob_T, _ in Scorer(model_of(actor), 1.0, 64)([g.tokens for g in batch.groups])]
     metrics = actor.train(batch).values()
-    after = [log_prob_T for log_prob_T, _ in Scorer(actor.model, 1.0, 64)([g.tokens for g in batch.groups])]
+    after = [log_prob_T for log_prob_T, _ in Scorer(model_of(actor), 1.0, 64)([g.tokens for g in batch.groups])]
     gain = sum(
         (group.per_token(group.advantages) * (b - a)).sum().item()
         for group, a, b in zip(batch.groups, before, after, strict=True)
@@ -50,7 +50,7 @@ def test_accumulation_is_exact(tmp_path: Path, normalization: Any) -> None:
     for microbatch_tokens in (1, 2048):
         with make_actor(tmp_path, microbatch_tokens=microbatch_tokens, algorithm=algorithm) as actor:
             losses.append(actor.train(batch_for(actor)).values()["policy/loss"])
-            weights.append({name: p.detach().clone() for name, p in actor.model.named_parameters()})
+            weights.append({name: p.detach().clone() for name, p in model_of(actor).named_parameters()})
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-5, atol=1e-7)
@@ -59,22 +59,22 @@ def test_accumulation_is_exact(tmp_path: Path, normalization: Any) -> None:
 def test_the_first_update_is_the_plain_policy_gradient(actor: Actor) -> None:
     """With ratio 1 nothing is clipped: the gradient is that of -mean(A * log p), computed here without packing."""
     batch = batch_for(actor)
-    rollouts = make_rollouts(actor.model)
+    rollouts = make_rollouts(model_of(actor))
     advantages = [a for group in batch.groups for a in group.advantages]
     total = sum(len(r.token_ids) for r in rollouts)
     loss = torch.zeros(())
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
-        logits = actor.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
+        logits = model_of(actor)(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
         log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.token_ids)[:, None])
         loss = loss - advantage * log_probs.sum() / total
-    expected = torch.autograd.grad(loss, list(actor.model.parameters()))
+    expected = torch.autograd.grad(loss, list(model_of(actor).parameters()))
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in expected]))
-    before = [p.detach().clone() for p in actor.model.parameters()]
+    before = [p.detach().clone() for p in model_of(actor).parameters()]
     metrics = actor.train(batch).values()
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     scale = 0.1 * min(1.0, 1.0 / norm.item())  # learning rate times clipping
-    for old, grad, new in zip(before, expected, actor.model.parameters(), strict=True):
+    for old, grad, new in zip(before, expected, model_of(actor).parameters(), strict=True):
         torch.testing.assert_close(new.detach(), old - scale * grad, rtol=1e-4, atol=1e-6)
 
 
@@ -84,16 +84,16 @@ def test_a_group_with_equal_rewards_counts_but_is_not_computed(tmp_path: Path) -
     for rewards in ((1, 0, 0, 1, 1, 1), (1, 0, 0, 1, 1, 1 - 1e-7)):
         with make_actor(tmp_path) as actor:
             metrics = actor.train(batch_for(actor, rewards, normalize_std=False)).values()
-            weights.append({name: p.detach().clone() for name, p in actor.model.named_parameters()})
+            weights.append({name: p.detach().clone() for name, p in model_of(actor).named_parameters()})
             assert metrics["policy/teaching_groups"] == (0.5 if rewards[-1] == 1 else 1.0)
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-5, atol=1e-7)
 
 
 def test_a_batch_that_teaches_nothing_changes_nothing(actor: Actor) -> None:
-    before = {name: p.detach().clone() for name, p in actor.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in model_of(actor).named_parameters()}
     metrics = actor.train(batch_for(actor, (1,) * 6)).values()
-    assert_same_tensors(before, dict(actor.model.named_parameters()))
+    assert_same_tensors(before, dict(model_of(actor).named_parameters()))
     assert (metrics["policy/loss"], metrics["train/tokens"]) == (0.0, 0)
     assert (actor.weight_version, actor.num_updates) == (1, 1)
 
@@ -102,7 +102,7 @@ def test_a_reference_pulls_back_and_is_clean_in_the_second_sleep(tmp_path: Path)
     ledgers: list[Ledger] = []
     reference = tiny_model(VOCABULARY, hidden_size=32, seed=1)
     algorithm = AlgorithmConfig(kl_coefficient=1.0)
-    with make_actor(tmp_path, reference=reference, algorithm=algorithm, on_ledger=ledgers.append) as actor:
+    with make_actor(tmp_path, snapshots={REFERENCE: reference}, algorithm=algorithm, on_ledger=ledgers.append) as actor:
         kls = []
         for version in range(3):
             batch = batch_for(actor, rewards=(0.0,) * 6, version=version)
@@ -174,7 +174,7 @@ def test_without_offload_nothing_sleeps(tmp_path: Path) -> None:
 
 def test_weights_reach_the_engine_while_the_actor_sleeps(actor: Actor) -> None:
     actor.train(batch_for(actor))
-    expected = {name: p.detach().clone() for name, p in actor.model.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in model_of(actor).named_parameters()}
     engine_model = tiny_model(VOCABULARY, hidden_size=32, seed=5)
     with EmbeddedEngine(engine_model, kv_cache_bytes=2**20, weight_version=None) as engine:
         engine.sleep()
@@ -205,7 +205,7 @@ def test_a_batch_of_other_weights_is_refused(actor: Actor) -> None:
 
 
 def test_rollouts_of_two_versions_make_no_batch(actor: Actor) -> None:
-    mixed = [*make_rollouts(actor.model, 0)[:3], *make_rollouts(actor.model, 1)[3:]]
+    mixed = [*make_rollouts(model_of(actor), 0)[:3], *make_rollouts(model_of(actor), 1)[3:]]
     with pytest.raises(UsageError, match=r"versions \[0, 1\]"):
         make_batch(mixed, [0.0] * 6, 3, normalize_std=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_actors import batch_for, make_actor
+from small_actors import batch_for, make_actor, model_of
 from small_jobs import assert_same_tensors
 
 from torpor.errors import UsageError
@@ -92,11 +92,11 @@ def test_every_optimizer_goes_on_where_it_was(tmp_path: Path, name: OptimizerNam
         actor.sleep()
         checkpoint = save_checkpoint(tmp_path, 1, actor.save, keep=1)
         final = actor.train(batch_for(actor, version=1)).values()
-        expected = {key: p.detach().clone() for key, p in actor.model.named_parameters()}
+        expected = {key: p.detach().clone() for key, p in model_of(actor).named_parameters()}
     with make_actor(tmp_path / "b", seed=9, **options) as other:
         other.load(checkpoint)
         assert other.train(batch_for(other, version=1)).values() == final
-        assert_same_tensors(expected, dict(other.model.named_parameters()))
+        assert_same_tensors(expected, dict(model_of(other).named_parameters()))
 
 
 @pytest.mark.parametrize("asleep", [True, False])
@@ -110,14 +110,14 @@ def test_saves_and_loads_to_the_bit(tmp_path: Path, asleep: bool) -> None:
         assert actor.is_asleep is asleep
         random_number = torch.rand(1)
         final = actor.train(batch_for(actor, version=1)).values()
-        weights = {name: p.detach().clone() for name, p in actor.model.named_parameters()}
+        weights = {name: p.detach().clone() for name, p in model_of(actor).named_parameters()}
     with make_actor(tmp_path / "b", seed=9, **options) as other:
         other.load(checkpoint)
         assert torch.equal(torch.rand(1), random_number)
         assert (other.weight_version, other.num_updates) == (1, 1)
         other.sleep()  # what was loaded can sleep like everything else
         assert other.train(batch_for(other, version=1)).values() == final
-        for name, parameter in other.model.named_parameters():
+        for name, parameter in model_of(other).named_parameters():
             assert torch.equal(parameter, weights[name]), name
 
 

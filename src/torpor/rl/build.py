@@ -15,7 +15,8 @@ from torpor.errors import UsageError
 from torpor.report.recorder import Recorder
 from torpor.report.rundir import RunDirectory
 from torpor.rl import config as cfg
-from torpor.rl.actor import Actor
+from torpor.rl.actor import REFERENCE, Actor
+from torpor.rl.backends.local import LocalBackend
 from torpor.rl.checkpoint import latest_checkpoint, step_of
 from torpor.rl.config_cli import changed_for_resume, load_config, save_config
 from torpor.rl.loop import Job
@@ -155,13 +156,18 @@ def _warm_start(
 def _build_actor(config: cfg.RunConfig, model: PreTrainedModel, recorder: Recorder, run: RunDirectory) -> Actor:
     algorithm, memory = config.algorithm, config.memory
     on_disk = memory.offload_train_target == "disk"
-    return Actor(
+    backend = LocalBackend(
         model,
-        reference=copy.deepcopy(model) if algorithm.kl_coefficient > 0 else None,
+        optimizer=config.optimizer,
+        temperature=config.rollout.temperature,
+        logit_chunk_tokens=config.trainer.logit_chunk_tokens,
+        snapshots={REFERENCE: copy.deepcopy(model)} if algorithm.kl_coefficient > 0 else None,
+    )
+    return Actor(
+        backend,
         algorithm=algorithm,
         optimizer=config.optimizer,
         trainer=config.trainer,
-        temperature=config.rollout.temperature,
         max_answer_tokens=config.rollout.max_new_tokens,
         total_updates=config.steps * algorithm.updates_per_rollout * algorithm.epochs_per_rollout,
         on_ledger=recorder.ledger,

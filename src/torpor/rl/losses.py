@@ -100,15 +100,26 @@ def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> 
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).div_(temperature)
 
 
-def sequence_weights(length_S: Sequence[int], normalization: LengthNormalization, max_tokens: int) -> list[float]:
+def sequence_weights(
+    length_S: Sequence[int],
+    normalization: LengthNormalization,
+    max_tokens: int,
+    *,
+    num_sequences: int | None = None,
+    num_tokens: int | None = None,
+) -> list[float]:
     """The weight of each token of each sequence, so that a batch's loss is the sum of `weight * token loss`.
 
     `token`: every token counts the same (the DAPO paper, arXiv:2503.14476). `sequence`: every sequence counts
     the same, as in GRPO (arXiv:2402.03300). `constant`: divided by `max_tokens`, so that a long answer is
     neither favoured nor punished (Dr. GRPO, arXiv:2503.20783). Taken over the whole batch of one optimizer step,
     these weights make gradient accumulation exact for any split into microbatches.
+
+    Args:
+        num_sequences, num_tokens: of the whole batch, where other ranks hold parts of it; None: of `length_S`.
     """
-    num_sequences, num_tokens = len(length_S), sum(length_S)
+    num_sequences = len(length_S) if num_sequences is None else num_sequences
+    num_tokens = sum(length_S) if num_tokens is None else num_tokens
     match normalization:
         case "token":
             return [1.0 / num_tokens for _ in length_S]

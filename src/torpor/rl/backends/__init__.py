@@ -1,0 +1,1 @@
+"""One file for each framework that a model can be trained in."""

@@ -1,0 +1,131 @@
+"""A model that learns when its turn comes and sleeps in between: what actor and critic have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from torpor.report.metrics import Last, Mean, Metrics
+from torpor.rl import checkpoint
+from torpor.rl.backends.base import Backend
+from torpor.rl.config import OptimizerConfig
+from torpor.rl.schedules import learning_rate_factor
+
+if TYPE_CHECKING:
+    from torpor.ledger import Ledger
+
+_STATE = "state.json"
+
+
+class Learner:
+    """A backend with its sleeper, its schedule and its counters.
+
+    Args:
+        backend: the model and its optimizer.
+        optimizer: schedule and clipping.
+        total_updates: optimizer steps of the whole run, for the schedule.
+        on_ledger: called with the ledger of every sleep and wake.
+        offload: False: `sleep` does nothing.
+        lazy_wake: the optimizer's state comes back behind the forward and backward passes.
+        sleeper_options: see `Sleeper`: `store`, `store_dir`, `verify`, `report_leftovers` and others.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        optimizer: OptimizerConfig,
+        total_updates: int,
+        on_ledger: Callable[[Ledger], None] = lambda _: None,
+        offload: bool = True,
+        lazy_wake: bool = True,
+        **sleeper_options: Any,
+    ) -> None:
+        self.backend = backend
+        self._optimizer_config, self._total_updates = optimizer, total_updates
+        self._on_ledger, self._offload, self._lazy_wake = on_ledger, offload, lazy_wake
+        self._is_awake = True
+        self.sleeper = backend.open_sleeper(**sleeper_options)
+        self.weight_version = 0
+        """Counts the batches learned from."""
+        self.num_updates = 0
+        """Optimizer steps so far."""
+
+    # --- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether learning would have to wake it."""
+        return not self._is_awake
+
+    def sleep(self) -> None:
+        """Free the model's memory. Idempotent; nothing with `offload=False`."""
+        if self._offload:
+            self._finish_waking()
+            self._on_ledger(self.sleeper.sleep())
+            self._is_awake = False
+
+    def wake_up(self) -> None:
+        """Bring everything back; with `lazy_wake` the optimizer's state follows behind the first pass. Idempotent."""
+        if not self._is_awake:
+            self._on_ledger(self.sleeper.wake(lazy=self._lazy_wake))
+            self._is_awake = True
+
+    def _finish_waking(self) -> None:
+        """What a lazy wake left for later is here when this returns."""
+        ledger = self.sleeper.finish()
+        if ledger is not None:
+            self._on_ledger(ledger)
+
+    def close(self) -> None:
+        """Wake, and give the store back. Idempotent."""
+        self.sleeper.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, random state and counters into `directory`, asleep or awake. Wakes nothing."""
+        self.backend.save(self.sleeper, directory)
+        if self.backend.world.rank == 0:
+            counters = {"weight_version": self.weight_version, "num_updates": self.num_updates}
+            checkpoint.write_json(directory / _STATE, counters)
+
+    def load(self, directory: Path) -> None:
+        """Take everything that `save` wrote, to the bit.
+
+        Raises:
+            UsageError: the checkpoint is of another model.
+        """
+        self.wake_up()
+        self._finish_waking()
+        self.backend.load(directory)
+        state = checkpoint.read_json(directory / _STATE)
+        self.weight_version, self.num_updates = state["weight_version"], state["num_updates"]
+
+    # --- learning --------------------------------------------------------------------------------------
+
+    def _step(self, metrics: Metrics) -> None:
+        """One optimizer step with the learning rate that its number has."""
+        self._finish_waking()
+        config = self._optimizer_config
+        factor = learning_rate_factor(
+            config.schedule,
+            self.num_updates,
+            total_steps=self._total_updates,
+            warmup_steps=config.warmup_steps,
+            final_factor=config.final_factor,
+        )
+        norm = self.backend.step(factor * config.learning_rate, config.max_grad_norm)
+        self.num_updates += 1
+        metrics.record("optimizer/grad_norm", Mean(norm))
+        metrics.record("optimizer/learning_rate", Last(factor * config.learning_rate))
