@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from torpor.rules.base import Actor
+from torpor.rules.walk import plain
 
 #: Called with the owner's name, its component and the operation; raises, or waits until it may go on.
 Check = Callable[[str, str, str], None]
@@ -44,6 +46,9 @@ class Guards:
             component = _first_asleep(_tensors_of(optimizer), asleep)
             if component is not None:
                 self._guard_optimizer(name, optimizer, component)
+        for name, wrapper in self._actor.wrappers.items():
+            for component in dict.fromkeys(asleep.values()):
+                self._guard_wrapper(name, wrapper, component)
 
     def disarm(self) -> None:
         """Take every hook away."""
@@ -67,7 +72,8 @@ class Guards:
     def _guard_model(self, name: str, model: nn.Module, asleep: Mapping[int, str]) -> None:
         root_component = None
         for path, module in model.named_modules():
-            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            # not `module.buffers()`: Megatron-Core's data parallelism has a list of that name
+            tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
             component = _first_asleep(tensors, asleep)
             if component is None:
                 continue
@@ -102,15 +108,44 @@ class Guards:
         self._handles.append(optimizer.register_state_dict_pre_hook(refusal("state_dict")))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(refusal("load_state_dict")))
 
+    def _guard_wrapper(self, name: str, wrapper: Any, component: str) -> None:
+        """An optimizer without hooks of its own, which reads gradients before it steps the ones inside."""
+        for operation in ("step", "state_dict", "load_state_dict", "reload_model_params"):
+            self._handles.append(_Before(wrapper, operation, partial(self._raise_if_asleep, name, component, operation)))
+
+
+class _Before:
+    """Calls a check before a method of one object, until it is removed."""
+
+    def __init__(self, owner: Any, method: str, check: Callable[[], None]) -> None:
+        self._owner = owner
+        self._method = method
+        original = getattr(owner, method)
+
+        @wraps(original)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check()
+            return original(*args, **kwargs)
+
+        self._checked = checked
+        self._before = vars(owner).get(method)
+        setattr(owner, method, checked)
+
+    def remove(self) -> None:
+        """The method is as it was, unless somebody replaced it meanwhile: then the check goes with that."""
+        if vars(self._owner).get(self._method) is self._checked:
+            if self._before is None:
+                delattr(self._owner, self._method)
+            else:
+                setattr(self._owner, self._method, self._before)
+
 
 def _first_asleep(tensors: list[torch.Tensor], asleep: Mapping[int, str]) -> str | None:
     for tensor in tensors:
-        try:
-            component = asleep.get(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):
-            continue  # a subclass or sparse tensor without a storage of its own; its parts are guarded by others
-        if component is not None:
-            return component
+        for _, part, why_left in plain("", tensor):
+            component = None if why_left else asleep.get(part.untyped_storage()._cdata)
+            if component is not None:
+                return component
     return None
 
 

@@ -67,7 +67,8 @@ class Reader:
 
     def _subclass(self, tensor: Any) -> torch.Tensor:
         names, context = tensor.__tensor_flatten__()
-        parts = {name: self.tensor(getattr(tensor, name)) for name in names}
+        held = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh too
+        parts = {name: self.tensor(part) if isinstance(part, torch.Tensor) else part for name, part in held.items()}
         rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
         return rebuilt
 

@@ -41,6 +41,8 @@ from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
 from torpor.rules.base import Actor, Claim, Rule
 from torpor.rules.derived import Derived
+from torpor.rules.fsdp import reshard
+from torpor.rules.megatron_optim import MegatronOptimizer, unwrapped
 from torpor.rules.standard import standard_rules
 from torpor.shelf import Shelf
 from torpor.stores import open_store
@@ -48,6 +50,7 @@ from torpor.stores.base import Store
 from torpor.waking import wake_up
 
 Components = str | Iterable[str] | None
+_Optimizer = torch.optim.Optimizer | MegatronOptimizer
 _Names = frozenset[str] | None
 
 #: Component names that may be asked for although nothing in them exists yet.
@@ -64,7 +67,8 @@ class Sleeper:
 
     Args:
         model: one module, a list of chunks, or modules by name.
-        optimizer: one optimizer, a list, or optimizers by name. Their state may not exist yet.
+        optimizer: one optimizer, a list, or optimizers by name: torch's or Megatron-Core's. Their state may not
+            exist yet.
         extra: component name -> tensors the modules do not reach, in any nesting of containers. A plain
             list or tensor becomes the component `"extra"`.
         derived: caches that can be dropped or computed again, from `torpor.derived(...)`.
@@ -79,6 +83,13 @@ class Sleeper:
         keep: components that never sleep.
         dead_grads_after_step: after `Optimizer.step` a gradient that nothing has touched since is dead; it comes
             back as zeros. Turn off if your loop reads gradients after the step or accumulates across steps.
+        clear_quantized_weight_workspaces: drop TransformerEngine's quantized copies of weights; the next forward
+            of a first microbatch makes them again. Off, they are moved.
+        requantize_under_cuda_graphs: where a CUDA graph was captured, and reads those copies at their addresses,
+            quantize the weights again in place at wake, if that changes no state. Off, the copies are moved then.
+        rematerialize_param_from_master_weight: rebuild Megatron-Core's low-precision parameters from their fp32
+            masters instead of copying them; with data parallelism sleep, wake and reading are then collective
+            calls of its group.
         report_leftovers: name tensors of at least 1 MiB that stay on the device in no component (scans the
             process's Python objects once a sleep).
 
@@ -91,10 +102,7 @@ class Sleeper:
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None,
         *,
-        optimizer: torch.optim.Optimizer
-        | Sequence[torch.optim.Optimizer]
-        | Mapping[str, torch.optim.Optimizer]
-        | None = None,
+        optimizer: _Optimizer | Sequence[_Optimizer] | Mapping[str, _Optimizer] | None = None,
         extra: Mapping[str, object] | Sequence[object] | torch.Tensor | None = None,
         derived: Sequence[Derived] = (),
         store: str | Store | None = None,
@@ -103,18 +111,29 @@ class Sleeper:
         verify: bool = True,
         keep: Collection[str] = (),
         dead_grads_after_step: bool = True,
+        clear_quantized_weight_workspaces: bool = True,
+        requantize_under_cuda_graphs: bool = True,
+        rematerialize_param_from_master_weight: bool = False,
         report_leftovers: bool = True,
     ) -> None:
+        optimizers, wrappers = unwrapped(_by_name(optimizer, "optimizer"))
         self._actor = Actor(
             models=_by_name(model, "model"),
-            optimizers=_by_name(optimizer, "optimizer"),
+            optimizers=optimizers,
+            wrappers=wrappers,
             extra=extra if isinstance(extra, Mapping) else {} if extra is None else {"extra": extra},
             derived=tuple(derived),
         )
         self._verify = verify
         self._report_leftovers = report_leftovers
         self._backends = open_backends(memory)
-        self._rules: Sequence[Rule] = standard_rules(dead_grads_after_step=dead_grads_after_step)
+        self._rules: Sequence[Rule] = standard_rules(
+            dead_grads_after_step=dead_grads_after_step,
+            clear_quantized_weight_workspaces=clear_quantized_weight_workspaces,
+            requantize_under_cuda_graphs=requantize_under_cuda_graphs,
+            rematerialize_param_from_master_weight=rematerialize_param_from_master_weight,
+            graphs_may_live=self._graphs_may_live,
+        )
         self._keep = frozenset(self._names(keep) or ())
         self._store = open_store(store, store_dir)
         self._shelf = Shelf(self._store)
@@ -316,7 +335,7 @@ class Sleeper:
 
     def optimizer_state_dict(self, name: str | None = None) -> dict[str, Any]:
         """The optimizer's `state_dict()`, read as `state_dict` reads the model's."""
-        optimizer = _only(self._actor.optimizers, name, "optimizer")
+        optimizer = _only({**self._actor.optimizers, **self._actor.wrappers}, name, "optimizer")
         state: dict[str, Any] = self._read(lambda: optimizer.state_dict())
         return state
 
@@ -355,11 +374,16 @@ class Sleeper:
         with self._lock, collector_paused():
             self._require_open()
             watch = Stopwatch()
+            before_bytes = self._used_bytes()
+            with watch.stage("drop"):
+                rows = reshard(self._actor)
             with watch.stage("plan"):
                 plan = self._plan(names, need_bytes, only)
             ledger = self._open_ledger("sleep")
+            if ledger.counts_host:  # the host takes back at once what was resharded, a GPU's allocator keeps it
+                ledger.used_before_bytes = before_bytes
             with watch.stage("drop"):
-                rows = drop_caches(plan.decisions)
+                rows += drop_caches(plan.decisions)
             on_freed(sum(row.freed_bytes for row in rows))
             decisions = [d for d in plan.decisions if d.fate is not Fate.DROPPED]
             with watch.stage("drain"):
@@ -449,6 +473,9 @@ class Sleeper:
         for backend in self._every_backend():
             inventory.entries += [_stray(storage) for storage in backend.strays(known)]
         return inventory
+
+    def _graphs_may_live(self) -> bool:
+        return any(backend.graphs_may_live() for backend in self._every_backend())
 
     def _every_backend(self) -> list[MemoryBackend]:
         return [backend for backends in self._backends.values() for backend in backends]
