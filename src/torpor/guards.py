@@ -7,7 +7,7 @@ that reads a sleeping tensor directly is beyond them, and reads zeros (`madvise`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from torpor.rules.base import Actor
+from torpor.rules.megatron import ddp_modules
 from torpor.rules.walk import plain
 
 #: Called with the owner's name, its component and the operation; raises, or waits until it may go on.
@@ -46,9 +47,7 @@ class Guards:
             component = _first_asleep(_tensors_of(optimizer), asleep)
             if component is not None:
                 self._guard_optimizer(name, optimizer, component)
-        for name, wrapper in self._actor.wrappers.items():
-            for component in dict.fromkeys(asleep.values()):
-                self._guard_wrapper(name, wrapper, component)
+        self._guard_methods(frozenset(asleep.values()))
 
     def disarm(self) -> None:
         """Take every hook away."""
@@ -108,10 +107,27 @@ class Guards:
         self._handles.append(optimizer.register_state_dict_pre_hook(refusal("state_dict")))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(refusal("load_state_dict")))
 
-    def _guard_wrapper(self, name: str, wrapper: Any, component: str) -> None:
-        """An optimizer without hooks of its own, which reads gradients before it steps the ones inside."""
-        for operation in ("step", "state_dict", "load_state_dict", "reload_model_params"):
-            self._handles.append(_Before(wrapper, operation, partial(self._raise_if_asleep, name, component, operation)))
+    def _guard_methods(self, asleep: Collection[str]) -> None:
+        """Objects without hooks of their own: Megatron-Core's optimizers and its data parallelism.
+
+        An optimizer of theirs reads gradients and parameters before it steps the torch optimizers inside.
+        """
+        doors: list[tuple[str, Any, str, tuple[str, ...]]] = [
+            (name, wrapper, operation, ("params", "adapters", "grads", "optimizer"))
+            for name, wrapper in self._actor.wrappers.items()
+            for operation in ("step", "state_dict", "load_state_dict", "reload_model_params")
+        ]
+        for name, ddp in ddp_modules(self._actor):
+            doors.append((name, ddp, "zero_grad_buffer", ("grads",)))
+            doors.append((name, ddp, "start_param_sync", ("params", "adapters")))
+        for name, owner, operation, behind in doors:
+            components = [component for component in behind if component in asleep]
+            if components:
+                self._handles.append(_Before(owner, operation, partial(self._check_all, name, components, operation)))
+
+    def _check_all(self, name: str, components: Sequence[str], operation: str) -> None:
+        for component in components:
+            self._raise_if_asleep(name, component, operation)
 
 
 class _Before:

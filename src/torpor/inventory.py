@@ -300,7 +300,7 @@ def _judge(found: list[Claim], at: _Found, nbytes: int, gates: _Gates) -> _Verdi
 def _are_simply_moved(claims: Sequence[Claim]) -> bool:
     """The usual case, and there are many: nothing to weigh."""
     for claim in claims:  # noqa: SIM110 - `all` over a generator takes twice as long
-        if claim.fate is not Fate.MOVED or claim.standing is Standing.DECLARED:
+        if claim.fate is not Fate.MOVED or claim.standing >= Standing.DECLARED:
             return False
     return True
 
@@ -316,16 +316,22 @@ def _by_strength(found: list[Claim]) -> tuple[tuple[Claim, ...], list[Claim]]:
     """All claims, the strongest first, and those of them that have a say in the fate.
 
     A claim by place alone has none where the user declared the storage, and none where another rule knows
-    the same role.
+    the same role; one on a view has none where a rule knows the owner of all memory of that role.
     """
     declared = any(claim.standing is Standing.DECLARED for claim in found)
-    known = {claim.role for claim in found if claim.standing is Standing.KNOWN}
+    known = {claim.role for claim in found if claim.standing in (Standing.KNOWN, Standing.OWNED)}
+    owned = {claim.role for claim in found if claim.standing is Standing.OWNED}
 
     def weakness(claim: Claim) -> tuple[bool, int]:
         return declared and claim.standing is Standing.FOUND, _strength(claim)
 
     claims = tuple(sorted(found, key=weakness))
-    voters = [c for c in claims if c.standing is not Standing.FOUND or not (declared or c.role in known)]
+    voters = [
+        claim
+        for claim in claims
+        if (claim.standing is not Standing.FOUND or not (declared or claim.role in known))
+        and (claim.standing is Standing.OWNED or claim.role not in owned)
+    ]
     return claims, voters
 
 

@@ -384,6 +384,8 @@ class Sleeper:
                 ledger.used_before_bytes = before_bytes
             with watch.stage("drop"):
                 rows += drop_caches(plan.decisions)
+                if any(d.fate is Fate.DROPPED for d in plan.decisions):
+                    self._look_again()
             on_freed(sum(row.freed_bytes for row in rows))
             decisions = [d for d in plan.decisions if d.fate is not Fate.DROPPED]
             with watch.stage("drain"):
@@ -440,8 +442,7 @@ class Sleeper:
     def _plan(self, names: _Names, need_bytes: int | None, only: Collection[int] | None = None) -> Plan:
         """Decisions for everything that is awake, in `names`, and in `only` if given."""
         self._shelf.sweep()
-        for backend in self._every_backend():
-            backend.refresh()
+        self._look_again()
         inventory = self._inventory()
         self._require_known(names, inventory)
         self._devices = {entry.device for entry in inventory.entries}
@@ -476,6 +477,11 @@ class Sleeper:
 
     def _graphs_may_live(self) -> bool:
         return any(backend.graphs_may_live() for backend in self._every_backend())
+
+    def _look_again(self) -> None:
+        """What was allocated and dropped since the backends last looked decides which pages can go."""
+        for backend in self._every_backend():
+            backend.refresh()
 
     def _every_backend(self) -> list[MemoryBackend]:
         return [backend for backends in self._backends.values() for backend in backends]

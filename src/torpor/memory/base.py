@@ -77,5 +77,9 @@ class MemoryBackend(ABC):
     def used_bytes(self, device: torch.device) -> int:
         """Bytes of `device` memory this process holds, by the judgement of driver or kernel."""
 
+    def graphs_may_live(self) -> bool:
+        """Whether a captured graph may read memory of this kind by its address. For all it can tell."""
+        return False
+
     def settle(self) -> None:  # noqa: B027 - an optional step, not a missing one
         """Return what an allocator still caches to the system, after a round of releases."""

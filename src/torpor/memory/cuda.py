@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -65,6 +66,9 @@ def _nvml_used_bytes(index: int) -> int:
 
 PoolId = tuple[int, int]
 
+#: The allocator's id of the pool that is nobody's in particular.
+_COMMON_POOL = (0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -113,6 +117,15 @@ def live_blocks(begin: Int64s, end: Int64s) -> Blocks:
     table = np.array(columns, np.int64)
     address, nbytes, requested, stretch, pool_of = table[:, np.argsort(table[0])]
     return Blocks(address, nbytes, requested, stretch, pool_of, list(index), [sorted(home) for home in homes])
+
+
+def graphs_may_live(ours: Set[PoolId]) -> bool:
+    """Whether the allocator has a private pool besides `ours`: each capture of a graph has one.
+
+    `ours` are pools in which no graph was captured, whatever their segments look like.
+    """
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return bool({tuple(segment["segment_pool_id"]) for segment in segments} - ours - {_COMMON_POOL})
 
 
 def borrow(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:

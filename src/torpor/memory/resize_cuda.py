@@ -18,9 +18,6 @@ from torpor.memory import cuda
 from torpor.memory.cuda import PoolId
 from torpor.memory.resize import ResizeBackend
 
-#: The allocator's id of the pool that is nobody's in particular.
-_COMMON_POOL = (0, 0)
-
 
 class CudaResizeBackend(ResizeBackend):
     """See the module's docstring."""
@@ -36,9 +33,10 @@ class CudaResizeBackend(ResizeBackend):
 
     def refresh(self) -> None:
         """Look for private pools in the allocator's own account."""
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        pools = {tuple(segment["segment_pool_id"]) for segment in segments}
-        self._graphs_may_live = bool(pools - self._ours() - {_COMMON_POOL})
+        self._graphs_may_live = cuda.graphs_may_live(self._ours())
+
+    def graphs_may_live(self) -> bool:
+        return self._graphs_may_live
 
     def refusal(self, storage: torch.UntypedStorage) -> str | None:
         if self._graphs_may_live:

@@ -289,6 +289,9 @@ class VmmBackend(MemoryBackend):
         """The allocator's ids of the pools with memory of ours, as of the last `refresh`."""
         return {pool_id for survey in self._surveys.values() for pool_id in survey.blocks.pools}
 
+    def graphs_may_live(self) -> bool:
+        return cuda.graphs_may_live(self.pool_ids())
+
     def free_bytes(self, device: torch.device) -> int:
         """By the driver."""
         return cuda.free_bytes(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,6 +53,9 @@ class Standing(IntEnum):
     """What the tensor is: a parameter, a registered buffer, optimizer state, what the user handed in."""
     DECLARED = 2
     """A word on this very tensor in its place: the user's, or a rule's that knows the owner of the attribute."""
+    OWNED = 3
+    """Who allocated the memory and what every view of it is for: the buffer behind many parameters, say. Claims
+    of the same role on its views have no say; claims of other roles do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +94,8 @@ class Actor:
     """Component name -> tensors, or nested containers of tensors."""
     derived: Sequence[object] = ()
     """What `torpor.derived(...)` returned (`rules.derived.Derived`)."""
+    wrappers: Mapping[str, Any] = field(default_factory=dict)
+    """Optimizers handed over that are not torch's own and step some that are: those are in `optimizers`."""
 
 
 class Rule(Protocol):

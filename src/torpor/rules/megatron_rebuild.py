@@ -1,0 +1,105 @@
+"""Low-precision parameters from fp32 masters: a cast, and where data parallelism shards the masters a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed
+
+from torpor.rules.base import Rebuild
+from torpor.rules.megatron_optim import Piece
+
+_NO_MASTER = "not rebuilt: no optimizer of the actor has a master of"
+_OWN_MASTER = "not rebuilt: in fp32 a parameter is its own master"
+
+_Span: TypeAlias = tuple[int, int]
+"""First element and the one after the last, in the flat buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """Why there is no rebuild."""
+
+    reason: str
+
+
+def parameter_rebuild(parameter: torch.Tensor, found: Sequence[Piece]) -> Rebuild | Uncovered:
+    """For a parameter with memory of its own."""
+    if parameter.dtype is torch.float32:
+        return Uncovered(_OWN_MASTER)
+    if len(found) != 1 or found[0].master.numel() != parameter.numel():
+        return Uncovered(f"{_NO_MASTER} it")
+    return Rebuild(_cast, (found[0].master,))
+
+
+def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]) -> Rebuild | Uncovered:
+    """For the flat buffer `buffer.param_data`, from the masters of this rank and, by a gather, of the others.
+
+    With more than one rank the rebuild is a collective call of the buffer's data-parallel group.
+    """
+    flat = buffer.param_data
+    if flat.dtype is torch.float32:
+        return Uncovered(_OWN_MASTER)
+    spans = [_span(piece.part, flat) for piece in found]
+    missing = _missing(buffer, spans, names)
+    if missing:
+        return Uncovered(f"{_NO_MASTER} {missing}")
+    return Rebuild(_Refill(buffer, spans), tuple(piece.master for piece in found))
+
+
+def _cast(out: torch.Tensor, master: torch.Tensor) -> None:
+    out.copy_(master.detach().view(out.shape))
+
+
+class _Refill:
+    """Writes every element of a parameter buffer: zeros between parameters, rounded masters in them."""
+
+    def __init__(self, buffer: Any, spans: Sequence[_Span]) -> None:
+        self._spans = tuple(spans)
+        self._buckets = tuple(_bucket_spans(buffer))
+        self._group = buffer.data_parallel_group
+
+    def __call__(self, out: torch.Tensor, *masters: torch.Tensor) -> None:
+        flat = out.view(-1)
+        flat.zero_()
+        for (begin, end), master in zip(self._spans, masters, strict=True):
+            flat[begin:end].copy_(master.detach().view(-1))
+        if self._group.size() > 1:
+            for begin, end in self._buckets:
+                self._gather(flat[begin:end])
+
+    def _gather(self, bucket: torch.Tensor) -> None:
+        """All ranks' shards of one bucket, as the step's own parameter gather does it."""
+        own = bucket.view(self._group.size(), -1)[self._group.rank()].clone()
+        distributed.all_gather_into_tensor(bucket, own, group=self._group)
+
+
+def _span(part: torch.Tensor, flat: torch.Tensor) -> _Span:
+    begin = int(part.storage_offset() - flat.storage_offset())
+    return begin, begin + part.numel()
+
+
+def _bucket_spans(buffer: Any) -> list[_Span]:
+    return [(bucket.offset, bucket.offset + bucket.grad_data.numel()) for bucket in buffer.buckets]
+
+
+def _missing(buffer: Any, spans: Sequence[_Span], names: Mapping[int, str]) -> str:
+    """The parameters of this rank's shards that `spans` do not fill, in words; empty if there are none."""
+    world, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+    shards = []
+    for begin, end in _bucket_spans(buffer):
+        length = (end - begin) // world
+        shards.append((begin + rank * length, begin + (rank + 1) * length))
+    covered = set(spans)
+    lacking = [
+        names.get(id(parameter), "a parameter of another module")
+        for parameter, (begin, end, *_) in buffer.param_index_map.items()
+        for shard in shards
+        if (low := max(begin, shard[0])) < (high := min(end, shard[1])) and (low, high) not in covered
+    ]
+    if not lacking:
+        return ""
+    return f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")

@@ -1,0 +1,291 @@
+"""What TransformerEngine holds: quantized copies of weights, primary quantized weights, scaling state.
+
+A copy of a weight (`module._fp8_workspaces`) is a pure function of the weight and its quantizer, made anew by the
+next forward of a first microbatch: it is `dropped` through the module that owns it. Where a captured CUDA graph
+replays its address it is `rebuilt` in its place instead, if quantizing again changes no state, or moved.
+Primary quantized weights, and the `scale` and `amax_history` of delayed scaling, are state and are moved.
+
+The library is never imported here: a model that uses it has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from torpor.kinds import Fate, Role
+from torpor.rules.base import Actor, Claim, Gate, Rebuild, Standing
+from torpor.rules.steps import StepWatch
+from torpor.rules.walk import leaves
+
+_MODULE = ("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
+_TENSOR = ("transformer_engine.pytorch.quantized_tensor", "QuantizedTensor")
+_GLOBAL_STATE = (
+    ("transformer_engine.pytorch.quantization", "FP8GlobalStateManager"),
+    ("transformer_engine.pytorch.fp8", "FP8GlobalStateManager"),
+)
+_MEGATRON_GRAPHS = ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord")
+_WORKSPACES = "_fp8_workspaces"
+
+_RERUNNABLE = frozenset({"Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer"})
+"""Quantizers that give the same bits twice, for TransformerEngine before `is_requantization_safe()` (2.19)."""
+_STATELESS_UNLESS_STOCHASTIC = "NVFP4Quantizer"
+
+_DROPPED = "quantized again by the next forward of a first microbatch"
+_IN_PLACE = "quantized again at wake, in its place: a CUDA graph reads this address"
+_OPTION_OFF = "clear_quantized_weight_workspaces is off"
+_GRAPHS = "a CUDA graph was captured: a replay reads the old address"
+_NOT_RERUNNABLE = "quantizing again would change the scaling state, and a CUDA graph reads this address"
+_NO_SOURCE = "its weight is not a parameter of the module under the same name, and a CUDA graph reads this address"
+_NOT_ITS_DATA = "its padding is not written by the quantizer, and a CUDA graph reads this address"
+_MID_STEP = "in the middle of a step: quantizing again would write its largest value to the amax history anew"
+_INVALID = "an invalid transpose: it is written anew before it is read"
+_DATA = frozenset({"_data", "_transpose", "_rowwise_data", "_columnwise_data"})
+"""Inner tensors that the quantizer writes to the last byte; scales are padded."""
+
+
+class TransformerEngineRule:
+    """Claims workspaces, scaling state and quantized parameters of the actor's TransformerEngine modules."""
+
+    name = "transformer_engine"
+
+    def __init__(
+        self,
+        *,
+        clear_workspaces: bool = True,
+        requantize_under_graphs: bool = True,
+        graphs_may_live: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            clear_workspaces: whether quantized copies of weights may be dropped or quantized again at all.
+            requantize_under_graphs: whether they are quantized again in their place where a CUDA graph was
+                captured; otherwise they are moved there.
+            graphs_may_live: whether torch may hold a captured graph.
+        """
+        self._clear_workspaces = clear_workspaces
+        self._requantize_under_graphs = requantize_under_graphs
+        self._graphs_may_live = graphs_may_live
+        self._steps = StepWatch()
+        self._option = Gate(lambda: clear_workspaces, _OPTION_OFF)
+        self._between_steps = Gate(lambda: not self._steps.in_a_step, _MID_STEP)
+
+    def attach(self, actor: Actor) -> Callable[[], None]:
+        """Watch the steps of the actor, if it has modules of TransformerEngine."""
+        if next(_te_modules(actor), None) is None:
+            return lambda: None
+        return self._steps.attach(actor)
+
+    def claims(self, actor: Actor) -> Iterator[Claim]:
+        modules = list(_te_modules(actor))
+        if not modules:
+            return
+        graphs = self._clear_workspaces and self._are_graphs_captured()
+        for path, module in modules:
+            yield from self._workspaces(path, module, graphs)
+            yield from _scaling_state(path, module)
+        yield from _quantized_parameters(actor)
+        yield from _global_buffers()
+
+    def _workspaces(self, path: str, module: nn.Module, graphs: bool) -> Iterator[Claim]:
+        held = vars(module).get(_WORKSPACES)
+        if not isinstance(held, dict):
+            _warn_of_unknown_version(module)
+            return
+        for key, workspace in held.items():
+            name = f"{path}.{_WORKSPACES}.{key}"
+            if graphs:
+                yield from self._kept_in_place(name, workspace, module._parameters.get(key))
+                continue
+            gates = self._gates(workspace)
+            for attribute, tensor in inner_tensors(workspace):
+                yield Claim(
+                    f"{name}.{attribute}",
+                    tensor,
+                    Role.QUANTIZED_CACHE,
+                    "caches",
+                    Fate.DROPPED,
+                    _DROPPED,
+                    drop=held.clear,
+                    gates=gates,
+                    standing=Standing.DECLARED,
+                )
+
+    def _gates(self, workspace: Any) -> tuple[Gate, ...]:
+        return (self._option,) if can_quantize_again(workspace) else (self._option, self._between_steps)
+
+    def _kept_in_place(self, name: str, workspace: Any, weight: torch.Tensor | None) -> Iterator[Claim]:
+        """Claims under CUDA graphs: same tensors, same addresses, with new contents at wake or a copy of the old."""
+        refusal = self._why_not_rebuilt(workspace, weight)
+        for attribute, tensor in inner_tensors(workspace):
+            why_moved = refusal or ("" if attribute in _DATA else _NOT_ITS_DATA)
+            rebuild = None
+            if weight is not None and not why_moved:
+                rebuild = Rebuild(_quantization(workspace, attribute), (weight,))
+            yield Claim(
+                f"{name}.{attribute}",
+                tensor,
+                Role.QUANTIZED_CACHE,
+                "caches",
+                Fate.MOVED if rebuild is None else Fate.REBUILT,
+                why_moved or _IN_PLACE,
+                rebuild=rebuild,
+                standing=Standing.DECLARED,
+            )
+
+    def _why_not_rebuilt(self, workspace: Any, weight: torch.Tensor | None) -> str:
+        if not self._requantize_under_graphs:
+            return _GRAPHS
+        if not can_quantize_again(workspace):
+            return _NOT_RERUNNABLE
+        return "" if weight is not None else _NO_SOURCE
+
+    def _are_graphs_captured(self) -> bool:
+        return _te_captured() or _megatron_captured() or self._graphs_may_live()
+
+
+def inner_tensors(quantized: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors with memory behind a quantized tensor, by attribute; `quantized` itself if it is a plain one."""
+    if not _is_quantized(quantized):
+        if isinstance(quantized, torch.Tensor):
+            yield "tensor", quantized
+        return
+    parts = {id(part) for part in quantized.get_metadata().values()}
+    for attribute, value in vars(quantized).items():
+        if id(value) not in parts:
+            continue
+        if _is_quantized(value):
+            for inner, tensor in inner_tensors(value):
+                yield f"{attribute}.{inner}", tensor
+        elif isinstance(value, torch.Tensor):
+            yield attribute, value
+
+
+def _is_quantized(value: object) -> bool:
+    """Whether `value` is one of the library's quantized tensors or their bare storages."""
+    return "get_metadata" in dir(type(value))
+
+
+def can_quantize_again(quantized: Any) -> bool:
+    """Whether quantizing the same weight again gives the same bits and changes no state."""
+    quantizer = vars(quantized).get("_quantizer")
+    if quantizer is None:
+        return False
+    if "is_requantization_safe" in dir(type(quantizer)):
+        return bool(quantizer.is_requantization_safe())
+    kind = type(quantizer).__name__
+    return kind in _RERUNNABLE or (kind == _STATELESS_UNLESS_STOCHASTIC and not quantizer.stochastic_rounding)
+
+
+def _quantization(workspace: Any, attribute: str) -> Callable[..., None]:
+    """A rebuild of one inner tensor: the whole weight is quantized, and that part of it is kept.
+
+    The workspace is not held: its quantizer and the directions it has now are.
+    """
+    present = {name for name, _ in inner_tensors(workspace)}
+    quantizer = workspace._quantizer.copy()
+    quantizer.internal = False
+    quantizer.set_usage(
+        rowwise=bool(present & {"_data", "_rowwise_data"}),
+        columnwise=bool(present & {"_transpose", "_columnwise_data"}),
+    )
+    device, dtype = workspace.device, workspace.dtype
+
+    def quantize(out: torch.Tensor, weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            again = quantizer.quantize(weight.detach().to(device), dtype=dtype)
+            out.copy_(getattr(again, attribute))
+
+    return quantize
+
+
+def _quantized_parameters(actor: Actor) -> Iterator[Claim]:
+    """Primary quantized weights are state. A transpose that is marked invalid is dead."""
+    kind = _loaded(*_TENSOR)
+    if kind is None:
+        return
+    for model_name, model in actor.models.items():
+        for name, parameter in model.named_parameters(prefix=model_name):
+            if not isinstance(parameter, kind):
+                continue
+            for attribute, tensor in inner_tensors(parameter):
+                dead = attribute == "_transpose" and vars(parameter).get("_transpose_invalid") is True
+                yield Claim(
+                    f"{name}.{attribute}",
+                    tensor,
+                    Role.PARAM,
+                    "params",
+                    Fate.ZEROED if dead else Fate.MOVED,
+                    _INVALID if dead else "",
+                    standing=Standing.OWNED if dead else Standing.KNOWN,
+                )
+
+
+def _scaling_state(path: str, module: nn.Module) -> Iterator[Claim]:
+    """`scale` and `amax_history` of delayed scaling: nothing gives them back."""
+    for key, state in (vars(module).get("fp8_meta") or {}).items():
+        if not key.startswith("scaling_"):
+            continue
+        for attribute, value in vars(state).items():
+            if isinstance(value, torch.Tensor):
+                yield Claim(f"{path}.fp8_meta.{key}.{attribute}", value, Role.BUFFER, "buffers")
+
+
+def _global_buffers() -> Iterator[Claim]:
+    """What delayed scaling keeps for the whole process; mostly the modules' tensors once more."""
+    state = _global_state()
+    if state is None:
+        return
+    for key in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
+        for name, leaf in leaves(f"transformer_engine.{key}", getattr(state, key)):
+            if isinstance(leaf, torch.Tensor):
+                yield Claim(name, leaf, Role.BUFFER, "buffers")
+
+
+def _te_captured() -> bool:
+    """Whether the flag exists by which a captured graph skips the quantization of its weights."""
+    state = _global_state()
+    return state is not None and state.skip_fp8_weight_update_tensor is not None
+
+
+def _megatron_captured() -> bool:
+    record = _loaded(*_MEGATRON_GRAPHS)
+    return record is not None and bool(record.cudagraph_created)
+
+
+def _global_state() -> Any:
+    """Since 2.11 or so the manager keeps its state in an instance, before that on the class."""
+    for place in _GLOBAL_STATE:
+        manager = _loaded(*place)
+        if manager is not None:
+            return vars(manager).get("quantization_state", manager)
+    return None
+
+
+def _te_modules(actor: Actor) -> Iterator[tuple[str, nn.Module]]:
+    kind = _loaded(*_MODULE)
+    if kind is None:
+        return
+    for name, model in actor.models.items():
+        for path, module in model.named_modules(prefix=name):
+            if isinstance(module, kind):
+                yield path, module
+
+
+def _loaded(module_name: str, class_name: str) -> Any:
+    """The class, if somebody imported its module and it has it."""
+    return getattr(sys.modules.get(module_name), class_name, None)
+
+
+def _warn_of_unknown_version(module: nn.Module) -> None:
+    version = getattr(sys.modules.get("transformer_engine"), "__version__", "unknown")
+    warnings.warn(
+        f"{type(module).__name__} of TransformerEngine {version} has no dictionary {_WORKSPACES}: quantized copies of "
+        "weights are moved with the rest, not dropped",
+        stacklevel=2,
+    )
