@@ -213,4 +213,4 @@ def _record(metrics: Metrics, key: str, value_T: Tensor) -> None:
 def _deal(scored: Sequence[_Scored], num_shares: int) -> Iterator[Sequence[_Scored]]:
     """Neighbouring groups in `num_shares` equal shares."""
     size = len(scored) // num_shares
-    return (scored[start : start + size] for start in range(0, size * num_shares, size))
+    return (scored[share * size : (share + 1) * size] for share in range(num_shares))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, kee
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write(partial)
-    for file in partial.iterdir():
+    for file in partial.rglob("*"):
         _sync(file)
     _sync(partial)
     if target.exists():  # a run that was resumed from an older checkpoint comes by again
@@ -81,6 +82,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file, in memory of their own: `load_file` gives windows on the mapped file."""
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The state of the generators of the host and, if that is where it computes, of `device`."""
+    states = {"random_state": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random_state_cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the generators to what `random_state` gave; what another kind of device wrote is passed over."""
+    torch.set_rng_state(states["random_state"])
+    if device.type == "cuda" and "random_state_cuda" in states:
+        torch.cuda.set_rng_state(states["random_state_cuda"], device)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

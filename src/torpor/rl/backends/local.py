@@ -97,10 +97,8 @@ class LocalBackend(Backend):
         )
         del model  # one of the two copies at a time
         tensors, plain = checkpoint.split_optimizer_state(sleeper.optimizer_state_dict())
-        random = {"random_state": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["random_state_cuda"] = torch.cuda.get_rng_state(self.device)
-        checkpoint.write_tensors(directory / "optimizer.safetensors", tensors | random)
+        checkpoint.write_tensors(directory / "optimizer.safetensors", tensors)
+        checkpoint.write_tensors(directory / "random.safetensors", checkpoint.random_state(self.device))
         checkpoint.write_json(directory / "optimizer.json", plain)
 
     def load(self, directory: Path) -> None:
@@ -113,11 +111,9 @@ class LocalBackend(Backend):
             )
         self.model.load_state_dict(weights, strict=False)  # ties are in the file once
         tensors = checkpoint.read_tensors(directory / "optimizer.safetensors")
-        torch.set_rng_state(tensors.pop("random_state"))
-        if (random_state := tensors.pop("random_state_cuda", None)) is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(random_state, self.device)
         plain = checkpoint.read_json(directory / "optimizer.json")
         self.optimizer.load_state_dict(checkpoint.join_optimizer_state(tensors, plain))
+        checkpoint.restore_random_state(checkpoint.read_tensors(directory / "random.safetensors"), self.device)
 
 
 def _first_names(model: torch.nn.Module) -> frozenset[str]:

@@ -1,0 +1,221 @@
+"""FSDP2: a transformers model sharded over the ranks of a device mesh with `fully_shard`.
+
+Each decoder block is a unit of its own; embedding, final norm and output head belong to the root. Every rank
+learns from its own share of the rollouts, and gradients are summed over the ranks: the losses are weighed by
+the whole batch already. With two mesh dimensions the first replicates.
+
+Letter: `N` answer tokens of all groups of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torpor.errors import UnsupportedError, UsageError
+from torpor.rl import checkpoint
+from torpor.rl.backends.base import Backend, LossOf, Score, World
+from torpor.rl.config import OptimizerConfig
+from torpor.rl.optimizers import build_optimizer, set_learning_rate
+from torpor.rl.packing import Group
+from torpor.rl.scoring import Scorer
+from torpor.sleeper import Sleeper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SHARDS = "shards"
+_IDLE = (Group((0,), ((0,),)),)
+"""What a rank with fewer microbatches than the others computes in their place: collectives need everybody."""
+
+
+class ProcessWorld(World):
+    """The ranks of a process group that moves host tensors."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return total.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+
+class ScoringModule(nn.Module):
+    """A model whose forward pass is a scoring pass, so that the root's parameters are whole while it runs."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, logit_chunk_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self._scorer = Scorer(model, temperature, logit_chunk_tokens)
+
+    def forward(self, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+        """What the scorer gives, of all groups in one: FSDP hangs hooks on outputs, and views lose them."""
+        firsts, seconds = zip(*self._scorer(groups), strict=True)
+        return torch.cat(firsts), torch.cat(seconds)
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh, **scoring: Any) -> ScoringModule:
+    """`model` as a `ScoringModule` over `mesh`, one FSDP unit a decoder block and one for the rest.
+
+    Raises:
+        UnsupportedError: the model has no list of decoder blocks.
+    """
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    blocks = getattr(decoder, "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise UnsupportedError(f"{type(model).__name__}: its decoder has no `layers` to shard one by one")
+    root = ScoringModule(model, **scoring)
+    for module in (*blocks, root):
+        fully_shard(module, mesh=mesh)
+    return root
+
+
+def _scores(module: ScoringModule, groups: Sequence[Group]) -> list[Score]:
+    """Group by group."""
+    lengths = [sum(map(len, group.completions)) for group in groups]
+    first_N, second_N = module(groups)
+    return list(zip(first_N.split(lengths), second_N.split(lengths), strict=True))
+
+
+class FsdpBackend(Backend):
+    """A transformers model sharded over `mesh`, with its optimizer and frozen snapshots sharded alike.
+
+    Args:
+        model: the same on every rank; sharded in place.
+        mesh: one dimension (fully sharded) or two (replicated over the first).
+        optimizer: what steps it.
+        temperature: logits are divided by it.
+        logit_chunk_tokens: tokens whose logits exist at a time.
+        snapshots: frozen models by name, such as the reference of a KL penalty.
+
+    Raises:
+        UnsupportedError: the model cannot be sharded block by block, or the optimizer needs a missing package.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: DeviceMesh,
+        *,
+        optimizer: OptimizerConfig,
+        temperature: float,
+        logit_chunk_tokens: int,
+        snapshots: Mapping[str, PreTrainedModel] | None = None,
+    ) -> None:
+        scoring = {"temperature": temperature, "logit_chunk_tokens": logit_chunk_tokens}
+        self.world = ProcessWorld()
+        self.device = torch.device(mesh.device_type)
+        self._names = [name for name, _ in model.named_parameters()]
+        self.root = shard(model.train(), mesh, **scoring)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(optimizer, self._trained)
+        self._frozen = {
+            name: shard(frozen.train(False).requires_grad_(False), mesh, **scoring)
+            for name, frozen in (snapshots or {}).items()
+        }
+        self.snapshots = frozenset(self._frozen)
+
+    def open_sleeper(self, **options: Any) -> Sleeper:
+        extra = {name: dict(frozen.named_parameters()) for name, frozen in self._frozen.items()}
+        return Sleeper(self.root, optimizer=self.optimizer, extra=extra, **options)
+
+    @torch.no_grad()
+    def score(self, runs: Sequence[Sequence[Group]], *, snapshot: str | None = None) -> Iterator[Score]:
+        if snapshot is not None and snapshot not in self.snapshots:
+            raise UsageError(f"snapshot {snapshot!r}: this backend has {sorted(self.snapshots)}")
+        module = self.root if snapshot is None else self._frozen[snapshot]
+        for run in self._as_many_everywhere(runs):
+            scores = _scores(module, run or _IDLE)
+            if run:
+                yield from scores
+
+    def accumulate(self, runs: Sequence[Sequence[Group]], loss_of: LossOf) -> float:
+        total = 0.0
+        for index, run in enumerate(self._as_many_everywhere(runs)):
+            scores = _scores(self.root, run or _IDLE)
+            loss = loss_of(index, scores) if run else 0.0 * scores[0][0].sum()
+            (self.world.size * loss).backward()  # type: ignore[no-untyped-call] # FSDP takes the mean over the ranks; the losses want the sum
+            total += loss.item()
+        return total
+
+    def _as_many_everywhere(self, runs: Sequence[Sequence[Group]]) -> list[Sequence[Group]]:
+        """`runs`, with empty ones behind them until every rank has as many."""
+        most = max(self.world.gather(len(runs)))
+        return [*runs, *([()] * (most - len(runs)))]
+
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
+        set_learning_rate(self.optimizer, learning_rate)
+        parameters = list(self.root.parameters())
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = total.full_tensor() if isinstance(total, DTensor) else total
+        if not torch.isfinite(norm):
+            raise RuntimeError(f"the gradient norm is {norm.item()}; nothing was stepped")
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    def weights(self, sleeper: Sleeper) -> Iterator[tuple[str, Tensor]]:
+        wanted = {f"model.{name}": name for name in self._names}
+        for name, tensor in sleeper.stream():
+            if name in wanted:
+                yield wanted[name], tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def save(self, sleeper: Sleeper, directory: Path) -> None:
+        """Each rank writes its own shards; any number of ranks can read them."""
+        tensors, plain = checkpoint.split_optimizer_state(sleeper.optimizer_state_dict())
+        save({"model": sleeper.state_dict(), "optimizer": tensors}, checkpoint_id=directory / _SHARDS)
+        checkpoint.write_tensors(self._random_file(directory), checkpoint.random_state(self.device))
+        if self.world.rank == 0:
+            checkpoint.write_json(directory / "optimizer.json", plain)
+
+    def load(self, directory: Path) -> None:
+        """Random state comes back if the checkpoint has one for this rank; the rest with any number of ranks."""
+        plain = checkpoint.read_json(directory / "optimizer.json")
+        metadata = FileSystemReader(directory / _SHARDS).read_metadata().state_dict_metadata
+        model = self.root.state_dict()
+        found = {name.removeprefix("model.") for name in metadata if name.startswith("model.")}
+        if found != model.keys():
+            raise UsageError(
+                f"{directory} is of another model: missing {sorted(model.keys() - found)}, "
+                f"unexpected {sorted(found - model.keys())}"
+            )
+        tensors = {
+            name.removeprefix("optimizer."): self._empty(name.removeprefix("optimizer."), entry)
+            for name, entry in metadata.items()
+            if name.startswith("optimizer.")
+        }
+        load({"model": model, "optimizer": tensors}, checkpoint_id=directory / _SHARDS)
+        self.optimizer.load_state_dict(checkpoint.join_optimizer_state(tensors, plain))
+        if (random_file := self._random_file(directory)).exists():  # not where more ranks read than wrote
+            checkpoint.restore_random_state(checkpoint.read_tensors(random_file), self.device)
+
+    def _random_file(self, directory: Path) -> Path:
+        return directory / f"random-{self.world.rank}.safetensors"
+
+    def _empty(self, path: str, entry: Any) -> Tensor:
+        """A tensor for one entry of the optimizer's state, sharded as its parameter is if it has its shape."""
+        parameter = self._trained[int(path.split("/")[0])]
+        if entry.size == parameter.size():
+            return torch.zeros_like(parameter, dtype=entry.properties.dtype)
+        return torch.zeros(entry.size, dtype=entry.properties.dtype)
