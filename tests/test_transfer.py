@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -223,3 +223,31 @@ def test_it_says_how_many_bytes_in_how_many_seconds() -> None:
     assert isinstance(moved, Moved)
     assert moved.nbytes == 1024
     assert moved.seconds > 0
+
+
+def test_pieces_are_taken_while_earlier_ones_are_under_way() -> None:
+    store = Recording(64 * _CHUNK)
+    written_before = []
+
+    def pieces() -> Iterator[Piece]:
+        for piece in pieces_of(lay([_CHUNK] * 32)):
+            written_before.append(len(store.calls))
+            yield piece
+
+    save(pieces(), store)
+    assert written_before[len(store.ring)] == 0
+    assert written_before[-1] >= 32 - 2 * len(store.ring)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 20])
+def test_an_error_of_who_makes_the_pieces_ends_it_too(count: int) -> None:
+    store = Recording(64 * _CHUNK)
+
+    def pieces() -> Iterator[Piece]:
+        yield from pieces_of(lay([_CHUNK] * count))
+        raise LookupError("no more")
+
+    with pytest.raises(LookupError, match="no more"):
+        save(pieces(), store)
+    assert ("sync", 0, 0) not in store.calls
+    assert not store.ring_lock.locked()

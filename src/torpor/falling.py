@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from torpor.errors import TorporError
-from torpor.fingerprint import Digest, fingerprints
+from torpor.fingerprint import Digest, fingerprints, is_zero
 from torpor.kinds import Fate
 from torpor.ledger import Row, Stopwatch
 from torpor.memory.base import MemoryBackend, byte_view
 from torpor.plan import Decision
 from torpor.shelf import Place, Shelf, watch
-from torpor.stores.base import Store
+from torpor.stores.base import Slot, Store
 from torpor.transfer import Piece, load, save
 
 #: Fates whose bytes wait in the store.
 STORED = (Fate.MOVED, Fate.CLEAN)
+#: What a thread fingerprints ahead of the copy, at least: a stretch that the processor's cache still holds by then.
+_GROUP_BYTES = 4 * 1024**2
 
 
 @dataclass(slots=True, eq=False)
@@ -55,11 +60,21 @@ class Sleeping:
         """As a line of the ledger."""
         return self.decision.row(self.copied_bytes)
 
-    def piece(self) -> Piece:
-        """Its bytes and their place in the store, for a copy in either direction."""
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its memory is the host's."""
+        return self.decision.entry.device.type == "cpu"
+
+    @property
+    def slot(self) -> Slot:
+        """Where in the store its bytes wait."""
         if self.place is None:
             raise TypeError(f"{self.decision.entry.name} is {self.fate}: the store holds no bytes of it")
-        return Piece(self.bytes, self.place.slot)
+        return self.place.slot
+
+    def piece(self) -> Piece:
+        """Its bytes and their place in the store, for a copy in either direction."""
+        return Piece(self.bytes, self.slot)
 
 
 def drop_caches(decisions: Iterable[Decision]) -> list[Row]:
@@ -133,28 +148,36 @@ class Falling:
                 sleeping.place = place
 
     def _save(self, batch: Sequence[Sleeping]) -> None:
+        """Copy what changed. The fingerprints of host memory are taken on the way, a little ahead of the copy; a GPU
+        takes those of its own memory many times faster than its link copies.
+        """
+        stored = in_store_order(batch)
+        on_gpus = [sleeping for sleeping in stored if not sleeping.is_on_host]
+        on_host = [sleeping for sleeping in stored if sleeping.is_on_host]
         with self._stopwatch.stage("fingerprint"):
-            verified = [sleeping for sleeping in batch if sleeping.fate in (*STORED, Fate.REBUILT)]
-            digests = fingerprints([sleeping.bytes for sleeping in verified])
-            for sleeping, digest in zip(verified, digests, strict=True):
-                sleeping.digest = digest
-            changed = [sleeping for sleeping in verified if sleeping.fate in STORED and self._has_changed(sleeping)]
+            _take_digests([*on_gpus, *(sleeping for sleeping in batch if sleeping.fate is Fate.REBUILT)])
+        changed: list[Sleeping] = []
         with self._stopwatch.stage("copy"):
-            save((sleeping.piece() for sleeping in changed), self._store)
+            save(self._pieces_to_copy(chain(on_gpus, _fingerprinted(on_host)), changed), self._store)
         for sleeping in changed:
             if sleeping.place is not None:
                 sleeping.place.digest = sleeping.digest
 
-    def _has_changed(self, sleeping: Sleeping) -> bool:
-        """Whether its bytes must be copied to its place, which then holds unknown bytes until they are."""
-        if sleeping.place is None:
-            raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
-        if sleeping.place.digest == sleeping.digest:
-            sleeping.decision.fate = Fate.CLEAN
-            return False
-        sleeping.place.digest = None  # the slot is about to be overwritten
-        sleeping.copied_bytes = sleeping.decision.entry.nbytes
-        return True
+    def _pieces_to_copy(self, sleepers: Iterable[Sleeping], changed: list[Sleeping]) -> Iterator[Piece]:
+        """Those that the store does not hold, also noted in `changed`; the others learn their fate."""
+        for sleeping in sleepers:
+            if sleeping.place is None:
+                raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
+            if sleeping.place.digest == sleeping.digest:
+                sleeping.decision.fate = Fate.CLEAN
+            elif sleeping.is_on_host and is_zero(sleeping.bytes):
+                sleeping.decision.fate, sleeping.decision.reason = Fate.ZEROED, "all zero"
+                sleeping.place = None
+            else:
+                sleeping.place.digest = None  # the slot is about to be overwritten
+                sleeping.copied_bytes = sleeping.decision.entry.nbytes
+                changed.append(sleeping)
+                yield sleeping.piece()
 
     def _free(self, batch: Sequence[Sleeping]) -> int:
         """Give the memory back; what is dead goes last, because a roll-back cannot bring it back."""
@@ -183,10 +206,15 @@ def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
     """Memory and bytes of storages, from wherever they wait. Nothing is verified here."""
     for backend, group in by_backend(sleepers):
         backend.restore([sleeping.storage for sleeping in group])
-    load((sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED), store)
+    load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
     for sleeping in sleepers:
         if sleeping.fate is Fate.ZEROED:
             sleeping.bytes.zero_()
+
+
+def in_store_order(sleepers: Iterable[Sleeping]) -> list[Sleeping]:
+    """Those whose bytes wait in the store, by their slots: a copy joins what lies side by side."""
+    return sorted([s for s in sleepers if s.fate in STORED], key=lambda s: s.slot.offset)
 
 
 def by_backend(sleepers: Iterable[Sleeping]) -> list[tuple[MemoryBackend, list[Sleeping]]]:
@@ -211,6 +239,25 @@ def _batches(sleepers: Sequence[Sleeping], batch_bytes: int) -> Iterator[list[Sl
             batch, nbytes = [], 0
     if batch:
         yield batch
+
+
+def _fingerprinted(sleepers: Sequence[Sleeping]) -> Iterator[Sleeping]:
+    """All of them, with their digests: a thread takes those of the next group while this one is copied."""
+    with ThreadPoolExecutor(1, "torpor-fingerprint") as thread:
+        coming: deque[Future[Sequence[Sleeping]]] = deque()
+        for group in _batches(sleepers, _GROUP_BYTES):
+            coming.append(thread.submit(_take_digests, group))
+            if len(coming) > 1:
+                yield from coming.popleft().result()
+        for last in coming:
+            yield from last.result()
+
+
+def _take_digests(sleepers: Sequence[Sleeping]) -> Sequence[Sleeping]:
+    digests = fingerprints([sleeping.bytes for sleeping in sleepers])
+    for sleeping, digest in zip(sleepers, digests, strict=True):
+        sleeping.digest = digest
+    return sleepers
 
 
 def _move_unless_rebuilt_alike(sleeping: Sleeping) -> None:

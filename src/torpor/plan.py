@@ -50,7 +50,7 @@ class Plan:
     """`UntypedStorage._cdata` of everything in the inventory, in the call's reach or not."""
 
     def table(self) -> str:
-        """The plan for a person. `moved` bytes turn `clean` where the store already holds the same bytes."""
+        """The plan for a person. `moved` bytes turn `clean` where the store holds the same, `zeroed` if all are 0."""
         rows = add_up(decision.row() for decision in self.decisions)
         line = "{:<12} {:<15} {:<8} {:>8} {:>10} {:>10}  {}"
         head = line.format("component", "role", "fate", "storages", "GiB", "would free", "why")

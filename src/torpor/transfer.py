@@ -1,28 +1,34 @@
 """Bytes between storages and a store: large blocks, a bounded ring, copies and I/O at the same time.
 
-A block store is fed from a ring of buffers: worker threads fill one and write it, or read one and empty it, so that
-copies, page faults and I/O overlap. The first error ends the transfer, after every call in flight has ended, and
-is raised as it came.
+A block store is fed from a ring of buffers. One worker for each buffer takes the next block, fills its buffer and
+writes it, or reads it and empties it, so that several requests are with the device while others are copied. Blocks
+are made as workers take them: pieces may come from a generator that is still computing. The first error ends the
+transfer, after every call in flight has ended, and is raised as it came.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 
 from torpor.errors import UsageError
 from torpor.stores.base import AddressableStore, BlockStore, Slot, Store
+from torpor.stores.slots import up
 from torpor.transfer_cuda import load_to_cuda, save_from_cuda
 
-#: Shorter copies keep the interpreter's lock: to wait for it again can take 5 ms, if another thread computes in Python.
-_HOLD_GIL_BYTES = 16 * 1024
+#: Copies below this keep the interpreter's lock: they take a few us, and to get it back costs as much.
+_HOLD_GIL_BYTES = 64 * 1024
+#: The same for memory that the kernel may have to bring page by page first, at 1 us each.
+_HOLD_GIL_FAULTING_BYTES = 8 * 1024
 _memmove_with_gil = ctypes.PyDLL(None).memmove
 _memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_with_gil.restype = ctypes.c_void_p
@@ -82,37 +88,24 @@ class _Counted:
 def save(pieces: Iterable[Piece], store: Store) -> Moved:
     """Copy every piece to its slot; on return the bytes are in the store, not on the way.
 
-    Pieces may come from a generator: those of a GPU are taken while copies are under way.
+    Pieces are taken while earlier ones are copied, so a generator may take its time to make them. Small ones cross
+    together if they come in the order of their slots.
 
     Raises:
         StoreError: the store refused. Slots may hold anything then.
         UsageError: a home that does not have the bytes of its slot.
     """
-    start = time.perf_counter()
-    counted = _Counted(pieces)
-    if isinstance(store, AddressableStore):
-        save_from_cuda(_of_gpus(counted, lambda piece: _save_on_host(piece, store)), store)
-    elif every := list(counted):
-        blocks = _blockwise(store)
-        _write(every, blocks)
-        blocks.sync()
-    return Moved(counted.nbytes, time.perf_counter() - start)
+    return _transfer(pieces, store, to_store=True)
 
 
 def load(pieces: Iterable[Piece], store: Store) -> Moved:
-    """Copy every slot to its piece; on return the bytes are there. As for `save`, a generator will do.
+    """Copy every slot to its piece; on return the bytes are there. Pieces are taken as by `save`.
 
     Raises:
         StoreError: the store refused. Pieces may hold anything then.
         UsageError: a home that does not have the bytes of its slot.
     """
-    start = time.perf_counter()
-    counted = _Counted(pieces)
-    if isinstance(store, AddressableStore):
-        load_to_cuda(_of_gpus(counted, lambda piece: _load_on_host(piece, store)), store)
-    elif every := list(counted):
-        _read(every, _blockwise(store))
-    return Moved(counted.nbytes, time.perf_counter() - start)
+    return _transfer(pieces, store, to_store=False)
 
 
 def read(store: Store, slot: Slot, start: int, nbytes: int) -> torch.Tensor:
@@ -128,8 +121,25 @@ def read(store: Store, slot: Slot, start: int, nbytes: int) -> torch.Tensor:
     shift = (slot.offset + start) % blocks.alignment_bytes
     # a piece must begin at a multiple of the alignment: read a little more in front
     padded = torch.empty(shift + nbytes, dtype=torch.uint8) if shift else out
-    _read([Piece(padded, Slot(slot.offset + start - shift, shift + nbytes))], blocks)
+    _in_blocks([Piece(padded, Slot(slot.offset + start - shift, shift + nbytes))], blocks, to_store=False)
     return out.copy_(padded[shift:]) if shift else out
+
+
+def _transfer(pieces: Iterable[Piece], store: Store, *, to_store: bool) -> Moved:
+    start = time.perf_counter()
+    counted = _Counted(pieces)
+    if isinstance(store, AddressableStore):
+        on_gpus = _of_gpus(counted, store, to_store=to_store)
+        if to_store:
+            save_from_cuda(on_gpus, store)
+        else:
+            load_to_cuda(on_gpus, store)
+    else:
+        blocks = _blockwise(store)
+        _in_blocks(counted, blocks, to_store=to_store)
+        if to_store and counted.nbytes:
+            blocks.sync()
+    return Moved(counted.nbytes, time.perf_counter() - start)
 
 
 def _blockwise(store: Store) -> BlockStore:
@@ -138,65 +148,93 @@ def _blockwise(store: Store) -> BlockStore:
     return store
 
 
-def _of_gpus(pieces: Iterable[Piece], copy: Callable[[Piece], None]) -> Iterator[Piece]:
+def _of_gpus(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool) -> Iterator[Piece]:
     """Those on GPUs; the others are copied on the way."""
     for piece in pieces:
         if piece.home.is_cuda:
             yield piece
         else:
-            copy(piece)
+            home, slot = _whole(piece), store.tensor(piece.slot)
+            to, source = (slot, home) if to_store else (home, slot)
+            _copy(to, 0, source, 0, piece.slot.nbytes)
 
 
-def _save_on_host(piece: Piece, store: AddressableStore) -> None:
-    _copy(store.tensor(piece.slot), 0, _whole(piece), 0, piece.slot.nbytes)
+def _in_blocks(pieces: Iterable[Piece], store: BlockStore, *, to_store: bool) -> None:
+    """Copy block by block, as many at a time as the ring has buffers; each has one to itself."""
+    move = _write if to_store else _read
+    blocks = _blocks(pieces, store)
+    first = next(blocks, None)
+    if first is None:
+        return
+    with store.ring_lock:
+        buffers = store.buffers()
+        ahead = [first, *islice(blocks, len(buffers) - 1)]
+        queue = _Queue(chain(ahead, blocks))
+
+        def work(buffer: torch.Tensor) -> None:
+            with queue.ended_by_error():
+                for block in queue:
+                    move(block, buffer[: block.nbytes], store)
+
+        if len(ahead) == 1:  # not worth a thread
+            work(buffers[0])
+        else:
+            with ThreadPoolExecutor(len(ahead), "torpor-transfer") as workers, queue.ended_by_error():
+                list(workers.map(work, buffers[: len(ahead)]))
 
 
-def _load_on_host(piece: Piece, store: AddressableStore) -> None:
-    _copy(_whole(piece), 0, store.tensor(piece.slot), 0, piece.slot.nbytes)
+class _Queue:
+    """Blocks for several workers: each gets the next one that nobody has."""
+
+    def __init__(self, blocks: Iterator[_Block]) -> None:
+        self._blocks = blocks
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[_Block]:
+        return self
+
+    def __next__(self) -> _Block:
+        with self._lock:
+            return next(self._blocks)
+
+    @contextmanager
+    def ended_by_error(self) -> Iterator[None]:
+        """An error inside leaves no block for anybody."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._blocks = iter(())
+            raise
 
 
-def _write(pieces: Sequence[Piece], store: BlockStore) -> None:
-    def move(block: _Block, buffer: torch.Tensor) -> None:
-        for cut in block.cuts:
-            _copy(buffer, cut.at, cut.home, cut.start, cut.nbytes)
-        store.write_block(block.offset, buffer)
-
-    _in_blocks(pieces, store, move)
+def _write(block: _Block, buffer: torch.Tensor, store: BlockStore) -> None:
+    for cut in block.cuts:
+        _copy(buffer, cut.at, cut.home, cut.start, cut.nbytes)
+    store.write_block(block.offset, buffer)
 
 
-def _read(pieces: Sequence[Piece], store: BlockStore) -> None:
-    def move(block: _Block, buffer: torch.Tensor) -> None:
-        store.read_block(block.offset, buffer)
-        for cut in block.cuts:
-            _copy(cut.home, cut.start, buffer, cut.at, cut.nbytes)
-
-    _in_blocks(pieces, store, move)
+def _read(block: _Block, buffer: torch.Tensor, store: BlockStore) -> None:
+    store.read_block(block.offset, buffer)
+    for cut in block.cuts:
+        _copy(cut.home, cut.start, buffer, cut.at, cut.nbytes, _HOLD_GIL_FAULTING_BYTES)
 
 
-def _in_blocks(pieces: Sequence[Piece], store: BlockStore, move: Callable[[_Block, torch.Tensor], None]) -> None:
-    """Call `move(block, buffer)` for each block, as many at a time as the ring has buffers; each has one to itself."""
-    with store.ring_lock, ThreadPoolExecutor(len(store.buffers()), "torpor-transfer") as workers:
-        idle = list(store.buffers())
-        flying: deque[tuple[torch.Tensor, Future[None]]] = deque()
-        for block in _blocks(pieces, store):
-            if not idle:
-                buffer, future = flying.popleft()
-                future.result()
-                idle.append(buffer)
-            buffer = idle.pop()
-            flying.append((buffer, workers.submit(move, block, buffer[: block.nbytes])))
-        for _, future in flying:
-            future.result()
-
-
-def _copy(to: torch.Tensor, to_start: int, source: torch.Tensor, source_start: int, nbytes: int) -> None:
+def _copy(
+    to: torch.Tensor,
+    to_start: int,
+    source: torch.Tensor,
+    source_start: int,
+    nbytes: int,
+    hold_gil_bytes: int = _HOLD_GIL_BYTES,
+) -> None:
     """Copy `nbytes` bytes between two contiguous `uint8` tensors.
 
     On the host by memmove: `copy_` of more than 32 KiB starts a team of threads in each worker, which wait for
     each other in a spin; with other work on the machine that made a transfer six times slower.
     """
     if to.is_cpu and source.is_cpu:
-        memmove = _memmove_with_gil if nbytes < _HOLD_GIL_BYTES else ctypes.memmove
+        memmove = _memmove_with_gil if nbytes < hold_gil_bytes else ctypes.memmove
         memmove(to.data_ptr() + to_start, source.data_ptr() + source_start, nbytes)
     else:
         to[to_start : to_start + nbytes].copy_(source[source_start : source_start + nbytes])
@@ -217,10 +255,10 @@ def _whole(piece: Piece) -> torch.Tensor:
     return home
 
 
-def _blocks(pieces: Sequence[Piece], store: BlockStore) -> Iterator[_Block]:
-    """Pieces in the order of their slots, cut and joined into aligned blocks of at most one chunk."""
+def _blocks(pieces: Iterable[Piece], store: BlockStore) -> Iterator[_Block]:
+    """Pieces cut, and joined where their slots follow each other, into aligned blocks of at most one chunk."""
     block: _Block | None = None
-    for piece in sorted(pieces, key=lambda piece: piece.slot.offset):
+    for piece in pieces:
         home, start = _whole(piece), 0
         while start < piece.slot.nbytes:
             offset = piece.slot.offset + start
@@ -230,7 +268,7 @@ def _blocks(pieces: Sequence[Piece], store: BlockStore) -> Iterator[_Block]:
                 block = _Block(offset, 0, [])
             nbytes = min(piece.slot.nbytes - start, store.chunk_bytes - block.nbytes)
             block.cuts.append(_Cut(home, start, nbytes, block.nbytes))
-            block.nbytes += -(-nbytes // store.alignment_bytes) * store.alignment_bytes
+            block.nbytes += up(nbytes, store.alignment_bytes)
             start += nbytes
     if block is not None:
         yield block

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
-from torpor.falling import STORED, Sleeping, by_backend
+from torpor.falling import Sleeping, by_backend, in_store_order
 from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
@@ -47,7 +47,7 @@ def wake_up(
             for backend, group in groups:
                 backend.restore([sleeping.storage for sleeping in group])
         with stopwatch.stage("copy"):
-            load((sleeping.piece() for sleeping in sleepers if sleeping.fate in STORED), store)
+            load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
         with stopwatch.stage("rebuild"):
             _remake(sleepers, resolve)
         if verify:

@@ -22,7 +22,9 @@ import torch
 from typing_extensions import Buffer
 
 from torpor.errors import ClosedError, StoreError, StoreFullError, UsageError
+from torpor.memory import kernel
 from torpor.stores.base import BlockStore, Slot
+from torpor.stores.pages import huge_pages
 from torpor.stores.private_dir import PrivateDirectory
 from torpor.stores.slots import FreeList
 
@@ -39,8 +41,10 @@ class FileStore(BlockStore):
     Args:
         directory: where the private directory `torpor-<uid>` is made; see `PrivateDirectory` for the default.
         rank: goes into the file's name. Default: the environment's RANK, else 0.
-        chunk_bytes: size of one ring buffer and of the largest read or write; a multiple of 4096.
-        ring: number of ring buffers; the host memory this store takes is `ring * chunk_bytes`.
+        chunk_bytes: size of one ring buffer and of the largest read or write; a multiple of 4096. The default is one
+            huge page, which a device gets in one request and a processor keeps in its cache.
+        ring: number of ring buffers, as many requests are under way at most; the host memory this store takes is
+            `ring * chunk_bytes`.
 
     Raises:
         UnsafeStoreError: the directory must not be trusted.
@@ -56,7 +60,7 @@ class FileStore(BlockStore):
         directory: str | os.PathLike[str] | None = None,
         *,
         rank: int | None = None,
-        chunk_bytes: int = 8 * 1024**2,
+        chunk_bytes: int = kernel.HUGE_PAGE_BYTES,
         ring: int = 4,
     ) -> None:
         super().__init__()
@@ -113,8 +117,7 @@ class FileStore(BlockStore):
 
     def buffers(self) -> Sequence[torch.Tensor]:
         if not self._ring:
-            for _ in range(self._ring_size):
-                self._ring.append(torch.frombuffer(mmap.mmap(-1, self.chunk_bytes), dtype=torch.uint8))
+            self._ring += huge_pages(self.chunk_bytes, self._ring_size)
         return self._ring
 
     def write_block(self, offset: int, block: torch.Tensor) -> None:
