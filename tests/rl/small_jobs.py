@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from torpor.report.jsonl import read_jsonl
+from torpor.rl.backends.local import OneProcessBackend
 from torpor.rl.build import open_job
 from torpor.rl.checkpoint import split_optimizer_state
 from torpor.rl.config import RunConfig
 from torpor.rl.config_cli import config_from_mapping
+from torpor.rl.learner import Learner
 from torpor.rl.loop import run_loop
 
 SMALL: dict[str, Any] = {
@@ -35,12 +37,23 @@ def small_config(run_dir: Path, **changes: Any) -> RunConfig:
 
 
 def run(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Run a job; its metrics without the clock's, and the model and optimizer tensors at the end."""
+    """Run a job; its metrics without the clock's, and all learners' tensors at the end."""
     with open_job(config) as job:
         run_loop(job)
-        moments, _ = split_optimizer_state(job.actor.sleeper.optimizer_state_dict())
-        tensors = {name: t.clone() for name, t in {**job.actor.sleeper.state_dict(), **moments}.items()}
+        tensors = _tensors(job.actor)
+        if job.critic is not None:
+            tensors |= {f"critic {name}": tensor for name, tensor in _tensors(job.critic).items()}
     return learning_curve(job.recorder.run.metrics), tensors
+
+
+def _tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    """Copies of a learner's weights and of the state of all its optimizers."""
+    assert isinstance(learner.backend, OneProcessBackend)
+    tensors = dict(learner.sleeper.state_dict())
+    for name in learner.backend.optimizers:
+        state, _ = split_optimizer_state(learner.sleeper.optimizer_state_dict(name))
+        tensors |= {f"{name} {path}": tensor for path, tensor in state.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def learning_curve(metrics: Path) -> list[dict[str, Any]]:
@@ -49,7 +62,7 @@ def learning_curve(metrics: Path) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in record.items() if not key.startswith(varying)}
         for record in read_jsonl(metrics)
-        if "policy/loss" in record
+        if "reward/mean" in record
     ]
 
 

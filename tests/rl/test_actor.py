@@ -34,8 +34,7 @@ def test_good_answers_become_likelier_and_bad_ones_less_likely(actor: Actor) -> 
     metrics = actor.train(batch).values()
     after = [log_prob_T for log_prob_T, _ in Scorer(model_of(actor), 1.0, 64)([g.tokens for g in batch.groups])]
     gain = sum(
-        (group.per_token(group.advantages) * (b - a)).sum().item()
-        for group, a, b in zip(batch.groups, before, after, strict=True)
+        (group.advantage_T() * (b - a)).sum().item() for group, a, b in zip(batch.groups, before, after, strict=True)
     )
     assert gain > 0.01
     assert metrics["rollout/ratio"] == pytest.approx(1.0, abs=1e-5)
@@ -60,7 +59,7 @@ def test_the_first_update_is_the_plain_policy_gradient(actor: Actor) -> None:
     """With ratio 1 nothing is clipped: the gradient is that of -mean(A * log p), computed here without packing."""
     batch = batch_for(actor)
     rollouts = make_rollouts(model_of(actor))
-    advantages = [a for group in batch.groups for a in group.advantages]
+    advantages = [answer[0] for group in batch.groups for answer in group.advantages]
     total = sum(len(r.token_ids) for r in rollouts)
     loss = torch.zeros(())
     for rollout, advantage in zip(rollouts, advantages, strict=True):

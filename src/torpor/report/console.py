@@ -139,11 +139,13 @@ _PHASES = {
     "weights": ("engine_wake", "update_weights"),
     "evaluate": ("evaluate",),
     "generate": ("generate",),
+    "critic": ("reference", "critic_wake", "values", "critic_train", "critic_sleep"),
     "wake": ("engine_sleep", "actor_wake"),
     "train": ("train",),
     "sleep": ("actor_sleep",),
     "save": ("checkpoint",),
 }
+_LOSSES = (("loss", "policy/loss", "{:+.4f}"), ("value loss", "critic/loss", "{:.4f}"))
 _FATES = ("moved", "clean", "dropped", "freed")
 
 
@@ -156,7 +158,7 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
     parts = [
         f"step {step + 1:>3}/{total_steps}",
         f"reward {values['reward/mean']:.3f}",
-        f"loss {values['policy/loss']:+.4f}",
+        *(f"{name} {form.format(values[key])}" for name, key, form in _LOSSES if key in values),
         f"{values['rollout/tokens']:.0f} tokens",
         f"{values['time/step_s']:.2f} s: {_seconds(values)}",
     ]

@@ -1,7 +1,8 @@
 """Resident memory over time, with what the run was doing.
 
 Each line of `memory.jsonl` is a reading:
-`{"t_s": 12.31, "rss_bytes": 2147483648, "step": 3, "phase": "generate", "actor_asleep": true, "engine_asleep": false}`.
+`{"t_s": 12.31, "rss_bytes": 2147483648, "step": 3, "phase": "generate", "actor_asleep": true, "engine_asleep": false}`,
+with `critic_asleep` too in a run that has a critic.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class MemorySampler:
         self._lines.close()
 
     def mark(self, **marks: Any) -> None:
-        """Change what the following readings say: `step`, `phase`, `actor_asleep`, `engine_asleep`."""
+        """Change what the following readings say: `step`, `phase`, `actor_asleep` and those of others."""
         with self._lock:
             self._read()
             self._marks.update(marks)

@@ -93,15 +93,16 @@ class Recorder:
             yield counter
         self.metrics.record(f"time/{name}_s", Sum(time.perf_counter() - start))
 
-    def asleep(self, *, actor: bool, engine: bool) -> None:
-        """Who sleeps from now on."""
-        self._memory.mark(actor_asleep=actor, engine_asleep=engine)
+    def asleep(self, *, actor: bool, engine: bool, **others: bool) -> None:
+        """Who sleeps from now on; `others` are those that not every run has, such as a critic."""
+        who = {"actor": actor, "engine": engine, **others}
+        self._memory.mark(**{f"{name}_asleep": sleeps for name, sleeps in who.items()})
         if actor:
             self.metrics.record("memory/rss_actor_asleep_bytes", Max(resident_bytes()))
 
-    def ledger(self, ledger: Ledger) -> None:
-        """Keep a ledger, and add its bytes to the step's metrics."""
-        self._ledgers.append({"step": self._step, **ledger.to_json()})
+    def ledger(self, ledger: Ledger, learner: str = "actor") -> None:
+        """Keep a ledger of `learner`'s, and add its bytes to the step's metrics."""
+        self._ledgers.append({"step": self._step, "learner": learner, **ledger.to_json()})
         if ledger.kind == "wake":
             self.metrics.record("bytes/read", Sum(ledger.copied_bytes))
             return

@@ -15,7 +15,7 @@ Letter: `T` answer tokens of one group, one answer after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,15 +25,12 @@ from torch import Tensor
 from torpor.errors import StateError, UsageError
 from torpor.report.metrics import Max, Mean, Metrics, Sum
 from torpor.rl.backends.base import Backend, Score
-from torpor.rl.batch import Batch, RolloutGroup, microbatches
+from torpor.rl.batch import Batch, RolloutGroup, deal, in_runs
 from torpor.rl.config import AlgorithmConfig, TrainerConfig
-from torpor.rl.learner import Learner
+from torpor.rl.learner import Learner, Progress
 from torpor.rl.losses import policy_terms, sequence_weights
-from torpor.rl.packing import Group
 from torpor.rl.rollout.base import LoadReport, RolloutEngine
 
-Progress = Callable[[int], None]
-"""Called with the number of groups that are done."""
 REFERENCE = "reference"
 """The snapshot of the backend that a KL penalty is taken against."""
 
@@ -53,7 +50,7 @@ class Actor(Learner):
 
     Args:
         backend: model and optimizer; has the snapshot `"reference"` if `algorithm.kl_coefficient` is above 0.
-        algorithm: GRPO and its choices.
+        algorithm: GRPO or PPO, and their choices.
         trainer: how a step is cut up.
         max_answer_tokens: what `length_normalization = constant` divides by.
         options: see `Learner`: `optimizer`, `total_updates`, `on_ledger`, `offload`, `lazy_wake` and the sleeper's.
@@ -70,8 +67,8 @@ class Actor(Learner):
     ) -> None:
         self._algorithm, self._trainer = algorithm, trainer
         self._max_answer_tokens = max_answer_tokens
-        self._has_reference = algorithm.kl_coefficient > 0
-        if self._has_reference and REFERENCE not in backend.snapshots:
+        self._penalizes_loss = algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss"
+        if algorithm.kl_coefficient > 0 and REFERENCE not in backend.snapshots:
             raise UsageError(f"kl_coefficient is {algorithm.kl_coefficient}, and there is no reference model")
         super().__init__(backend, **options)
 
@@ -88,6 +85,19 @@ class Actor(Learner):
             )
         return report
 
+    def reference_gaps(self, batch: Batch) -> list[Tensor]:
+        """For each group, the log-probability its tokens were sampled with less the reference's: fp32, shape `[T]`.
+
+        Nothing but the reference is woken for it, and it sleeps again afterwards.
+        """
+        sleeps = self.is_asleep
+        if sleeps:
+            self._on_ledger(self.sleeper.wake(REFERENCE))
+        reference = list(self._log_probs(batch.groups, REFERENCE))
+        if sleeps:
+            self._on_ledger(self.sleeper.sleep(REFERENCE))
+        return [group.rollout_log_prob_T() - theirs_T for group, theirs_T in zip(batch.groups, reference, strict=True)]
+
     def train(self, batch: Batch, progress: Progress = lambda _: None) -> Metrics:
         """Learn from one rollout; the weights have the next version afterwards. Wakes the actor if it sleeps.
 
@@ -103,7 +113,7 @@ class Actor(Learner):
         metrics = Metrics()
         scored = self._look_back(batch.groups)
         for _ in range(self._algorithm.epochs_per_rollout):
-            for share in _deal(scored, self._algorithm.updates_per_rollout):
+            for share in deal(scored, self._algorithm.updates_per_rollout):
                 self._update(share, metrics, progress)
         self.weight_version += 1
         return metrics
@@ -116,7 +126,7 @@ class Actor(Learner):
                 replace(item, old_log_prob_T=ours_T, importance_T=self._importance(ours_T, item.old_log_prob_T))
                 for item, ours_T in zip(scored, self._log_probs(groups), strict=True)
             ]
-        if self._has_reference:
+        if self._penalizes_loss:
             scored = [
                 replace(item, reference_log_prob_T=reference_T)
                 for item, reference_T in zip(scored, self._log_probs(groups, REFERENCE), strict=True)
@@ -128,23 +138,19 @@ class Actor(Learner):
         return None if cap is None else (ours_T - rollout_T).exp().clamp(max=cap)
 
     def _log_probs(self, groups: Sequence[RolloutGroup], snapshot: str | None = None) -> Iterator[Tensor]:
-        runs = self._runs([group.tokens for group in groups])
+        runs = in_runs([group.tokens for group in groups], self._trainer.microbatch_tokens)
         return (log_prob_T.cpu() for log_prob_T, _ in self.backend.score(runs, snapshot=snapshot))
-
-    def _runs(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
-        sizes = [group.num_tokens for group in groups]
-        return [groups[run] for run in microbatches(sizes, self._trainer.microbatch_tokens)]
 
     def _update(self, scored: Sequence[_Scored], metrics: Metrics, progress: Progress) -> None:
         """One optimizer step; the loss is normalised over all of `scored` on all ranks, however it is split.
 
-        A group whose rewards are all equal has advantage 0: without a KL penalty its loss and gradient are
-        exactly zero, so it counts in the normalisation and is not computed.
+        A group whose advantages are all 0 (of GRPO: its rewards are equal) has exactly no loss and no gradient but
+        for those of a KL penalty, so without one it counts in the normalisation and is not computed.
         """
         weighted = list(zip(scored, self._weights(scored), strict=True))
         teaching = [(item, weight) for item, weight in weighted if self._teaches(item)]
         progress(len(weighted) - len(teaching))
-        runs = self._runs([item.group.tokens for item, _ in teaching])
+        runs = in_runs([item.group.tokens for item, _ in teaching], self._trainer.microbatch_tokens)
         rest = iter(teaching)
         shares = [[next(rest) for _ in run] for run in runs]
 
@@ -174,7 +180,7 @@ class Actor(Learner):
         return [[next(weights) for _ in item.group.lengths] for item in scored]
 
     def _teaches(self, item: _Scored) -> bool:
-        return self._has_reference or any(item.group.advantages)
+        return self._penalizes_loss or item.group.teaches
 
     def _loss(self, weighted: Sequence[tuple[_Scored, list[float]]], scores: list[Score], metrics: Metrics) -> Tensor:
         """The share of the loss that one microbatch has."""
@@ -186,7 +192,7 @@ class Actor(Learner):
             terms = policy_terms(
                 log_prob_T,
                 item.old_log_prob_T.to(device),
-                item.group.per_token(item.group.advantages).to(device),
+                item.group.advantage_T().to(device),
                 clip_low=algorithm.clip_low,
                 clip_high=algorithm.clip_high,
                 importance_T=None if item.importance_T is None else item.importance_T.to(device),
@@ -208,9 +214,3 @@ class Actor(Learner):
 
 def _record(metrics: Metrics, key: str, value_T: Tensor) -> None:
     metrics.record(key, Mean(value_T.sum().item(), value_T.numel()))
-
-
-def _deal(scored: Sequence[_Scored], num_shares: int) -> Iterator[Sequence[_Scored]]:
-    """Neighbouring groups in `num_shares` equal shares."""
-    size = len(scored) // num_shares
-    return (scored[share * size : (share + 1) * size] for share in range(num_shares))

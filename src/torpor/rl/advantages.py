@@ -5,6 +5,8 @@ Shapes: `G` groups (prompts), `K` samples a group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 EPSILON = 1e-6
@@ -27,3 +29,25 @@ def group_advantages(reward_GK: Tensor, *, normalize_std: bool) -> Tensor:
     if not normalize_std:
         return centred_GK
     return centred_GK / (reward_GK.std(dim=1, keepdim=True, correction=0) + EPSILON)
+
+
+def generalized_advantages(
+    rewards: Sequence[float], values: Sequence[float], *, discount: float, gae_lambda: float
+) -> list[float]:
+    """Generalised advantage estimates of one answer (arXiv:1506.02438, equation 16).
+
+    `delta_t = rewards[t] + discount * values[t + 1] - values[t]`, and the advantage of token t is the sum of
+    `(discount * gae_lambda) ** l * delta_(t + l)`. Nothing comes after the last token, whether the answer ended
+    there or was cut: its next value is 0.
+
+    Args:
+        rewards: one a token.
+        values: what was expected before each token.
+    """
+    advantages = [0.0] * len(rewards)
+    next_value = next_advantage = 0.0
+    for token in reversed(range(len(rewards))):
+        delta = rewards[token] + discount * next_value - values[token]
+        advantages[token] = delta + discount * gae_lambda * next_advantage
+        next_value, next_advantage = values[token], advantages[token]
+    return advantages

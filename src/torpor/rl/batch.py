@@ -7,7 +7,8 @@ the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,18 +18,21 @@ from torpor.rl.advantages import group_advantages
 from torpor.rl.packing import Group
 from torpor.rl.rollout.base import Rollout
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """One question, its answers, and what each answer was worth.
 
-    Example: `RolloutGroup(Group((5, 6), ((9, 2), (8, 2))), (1.0, 0.0), (1.0, -1.0), ((-0.1, -1.2), (-0.4, -0.9)))`.
+    Example: `RolloutGroup(Group((5, 6), ((9, 2), (8,))), (1.0, 0.0), ((-0.1, -1.2), (-0.4,)), ((1.0, 1.0), (-1.0,)))`.
     """
 
     tokens: Group
     rewards: tuple[float, ...]
-    advantages: tuple[float, ...]
     rollout_log_probs: tuple[tuple[float, ...], ...]
+    advantages: tuple[tuple[float, ...], ...] = ()
+    """One a token; none before somebody has judged the answers."""
 
     @property
     def lengths(self) -> list[int]:
@@ -41,7 +45,20 @@ class RolloutGroup:
 
     def rollout_log_prob_T(self) -> Tensor:
         """What the engine said it sampled with, in nats: fp32, shape `[T]`."""
-        return torch.tensor([value for answer in self.rollout_log_probs for value in answer], dtype=torch.float32)
+        return _flat(self.rollout_log_probs)
+
+    def advantage_T(self) -> Tensor:
+        """Advantages: fp32, shape `[T]`."""
+        return _flat(self.advantages)
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any token has an advantage that is not 0."""
+        return any(any(answer) for answer in self.advantages)
+
+    def with_advantages(self, advantages: Sequence[Sequence[float]]) -> RolloutGroup:
+        """The same answers, judged: one advantage a token of each."""
+        return replace(self, advantages=tuple(map(tuple, advantages)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +74,23 @@ class Batch:
 
 
 def make_batch(rollouts: Sequence[Rollout], rewards: Sequence[float], group_size: int, *, normalize_std: bool) -> Batch:
-    """Groups of `group_size` neighbouring rollouts, with advantages.
+    """`group_rollouts`, with the advantages that answers have over their group.
+
+    Raises:
+        UsageError: see `group_rollouts`.
+    """
+    batch = group_rollouts(rollouts, rewards, group_size)
+    reward_GK = torch.tensor([group.rewards for group in batch.groups], dtype=torch.float32)
+    advantage_GK = group_advantages(reward_GK, normalize_std=normalize_std).tolist()
+    judged = (
+        group.with_advantages([[value] * length for value, length in zip(advantages, group.lengths, strict=True)])
+        for group, advantages in zip(batch.groups, advantage_GK, strict=True)
+    )
+    return Batch(tuple(judged), batch.weight_version)
+
+
+def group_rollouts(rollouts: Sequence[Rollout], rewards: Sequence[float], group_size: int) -> Batch:
+    """Groups of `group_size` neighbouring rollouts, not judged yet.
 
     Raises:
         UsageError: rollouts do not make whole groups, or come from several versions of the weights.
@@ -68,20 +101,28 @@ def make_batch(rollouts: Sequence[Rollout], rewards: Sequence[float], group_size
             f"{len(rollouts)} rollouts of weight versions {sorted(versions)} with {len(rewards)} rewards make no "
             f"batch: groups of {group_size}, one version and one reward each are needed"
         )
-    reward_GK = torch.tensor(rewards, dtype=torch.float32).view(-1, group_size)
-    advantage_GK = group_advantages(reward_GK, normalize_std=normalize_std)
     groups = []
-    for index, start in enumerate(range(0, len(rollouts), group_size)):
+    for start in range(0, len(rollouts), group_size):
         group = rollouts[start : start + group_size]
         groups.append(
             RolloutGroup(
                 tokens=Group(group[0].prompt_ids, tuple(rollout.token_ids for rollout in group)),
-                rewards=tuple(reward_GK[index].tolist()),
-                advantages=tuple(advantage_GK[index].tolist()),
+                rewards=tuple(rewards[start : start + group_size]),
                 rollout_log_probs=tuple(rollout.logprobs for rollout in group),
             )
         )
     return Batch(tuple(groups), versions.pop())
+
+
+def deal(items: Sequence[T], num_shares: int) -> Iterator[Sequence[T]]:
+    """Neighbours in `num_shares` equal shares; what cannot be dealt out evenly is left out."""
+    size = len(items) // num_shares
+    return (items[share * size : (share + 1) * size] for share in range(num_shares))
+
+
+def in_runs(groups: Sequence[Group], max_tokens: int) -> list[Sequence[Group]]:
+    """`groups` in microbatches of at most `max_tokens`."""
+    return [groups[run] for run in microbatches([group.num_tokens for group in groups], max_tokens)]
 
 
 def microbatches(sizes: Sequence[int], max_tokens: int) -> Iterator[slice]:
@@ -94,3 +135,7 @@ def microbatches(sizes: Sequence[int], max_tokens: int) -> Iterator[slice]:
             start, longest = index, size
     if start < len(sizes):
         yield slice(start, len(sizes))
+
+
+def _flat(values: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor([value for answer in values for value in answer], dtype=torch.float32)

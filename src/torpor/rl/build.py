@@ -6,8 +6,9 @@ import copy
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,11 +17,12 @@ from torpor.report.recorder import Recorder
 from torpor.report.rundir import RunDirectory
 from torpor.rl import config as cfg
 from torpor.rl.actor import REFERENCE, Actor
-from torpor.rl.backends.local import LocalBackend
+from torpor.rl.backends.local import LocalBackend, LocalCriticBackend
 from torpor.rl.checkpoint import latest_checkpoint, step_of
 from torpor.rl.config_cli import changed_for_resume, load_config, save_config
+from torpor.rl.critic import Critic
 from torpor.rl.loop import Job
-from torpor.rl.models import char_tokenizer, load_model, load_tokenizer, smollm2_directory, tiny_model
+from torpor.rl.models import char_tokenizer, load_model, load_tokenizer, smollm2_directory, tiny_model, value_model
 from torpor.rl.rollout.embedded import EmbeddedEngine
 from torpor.rl.tasks.base import Task, Tokenizer, stop_token_ids
 from torpor.rl.tasks.jsonl import JsonlTask
@@ -56,13 +58,15 @@ def open_job(config: cfg.RunConfig) -> Iterator[Job]:
         if checkpoint is None:
             _warm_start(config, model, task, tokenizer, recorder)
         with (
+            _build_critic(config, model, recorder, run) as critic,
             _build_actor(config, model, recorder, run) as actor,
             _build_engine(config, model) as engine,
         ):
-            if checkpoint is not None:
-                actor.load(checkpoint)
             ending = stop_token_ids(tokenizer, task.stop)
-            yield Job(config, task, tokenizer, actor, engine, recorder, ending, first_step)
+            job = Job(config, task, tokenizer, actor, engine, recorder, ending, first_step, critic)
+            if checkpoint is not None:
+                job.load(checkpoint)
+            yield job
 
 
 def prepare_run_directory(config: cfg.RunConfig) -> RunDirectory:
@@ -154,8 +158,7 @@ def _warm_start(
 
 
 def _build_actor(config: cfg.RunConfig, model: PreTrainedModel, recorder: Recorder, run: RunDirectory) -> Actor:
-    algorithm, memory = config.algorithm, config.memory
-    on_disk = memory.offload_train_target == "disk"
+    algorithm = config.algorithm
     backend = LocalBackend(
         model,
         optimizer=config.optimizer,
@@ -169,15 +172,49 @@ def _build_actor(config: cfg.RunConfig, model: PreTrainedModel, recorder: Record
         optimizer=config.optimizer,
         trainer=config.trainer,
         max_answer_tokens=config.rollout.max_new_tokens,
-        total_updates=config.steps * algorithm.updates_per_rollout * algorithm.epochs_per_rollout,
+        total_updates=(
+            max(0, config.steps - config.critic.warmup_steps)
+            * algorithm.updates_per_rollout
+            * algorithm.epochs_per_rollout
+        ),
         on_ledger=recorder.ledger,
-        offload=memory.offload_train,
-        store="file" if on_disk else "pageable",
-        store_dir=(memory.offload_train_disk_dir or run.store) if on_disk else None,
-        verify=memory.verify,
-        lazy_wake=memory.lazy_wake,
-        report_leftovers=memory.report_leftovers,
+        **_sleeping(config.memory, run),
     )
+
+
+@contextmanager
+def _build_critic(
+    config: cfg.RunConfig, model: PreTrainedModel, recorder: Recorder, run: RunDirectory
+) -> Iterator[Critic | None]:
+    """The critic of PPO, asleep if it may be; None for an algorithm without one."""
+    if config.algorithm.advantages != "gae":
+        yield None
+        return
+    critic = Critic(
+        LocalCriticBackend(value_model(model), optimizer=config.critic.optimizer),
+        algorithm=config.algorithm,
+        config=config.critic,
+        trainer=config.trainer,
+        total_updates=config.steps * config.critic.updates_per_rollout * config.critic.epochs_per_rollout,
+        on_ledger=partial(recorder.ledger, learner="critic"),
+        **_sleeping(config.memory, run),
+    )
+    with critic:
+        critic.sleep()
+        yield critic
+
+
+def _sleeping(memory: cfg.MemoryConfig, run: RunDirectory) -> dict[str, Any]:
+    """How a learner sleeps: options of `Learner` and its sleeper."""
+    on_disk = memory.offload_train_target == "disk"
+    return {
+        "offload": memory.offload_train,
+        "store": "file" if on_disk else "pageable",
+        "store_dir": (memory.offload_train_disk_dir or run.store) if on_disk else None,
+        "verify": memory.verify,
+        "lazy_wake": memory.lazy_wake,
+        "report_leftovers": memory.report_leftovers,
+    }
 
 
 def _build_engine(config: cfg.RunConfig, model: PreTrainedModel) -> EmbeddedEngine:

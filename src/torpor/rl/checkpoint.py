@@ -54,13 +54,18 @@ def latest_checkpoint(root: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    found = _checkpoints(root)
-    if not found:
+    found = find_latest(root)
+    if found is None:
         raise UsageError(
             f"no checkpoint in {root} to resume from; run with --checkpoint.interval-steps first",
             path=str(root),
         )
-    return found[-1]
+    return found
+
+
+def find_latest(root: Path) -> Path | None:
+    """The newest checkpoint, None if there is none."""
+    return next(reversed(_checkpoints(root)), None)
 
 
 def step_of(checkpoint: Path) -> int:

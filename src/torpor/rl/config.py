@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LengthNormalization = Literal["token", "sequence", "constant"]
 ScheduleName = Literal["constant", "linear", "cosine"]
-OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "adagrad", "rmsprop"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd", "adagrad", "rmsprop"]
+Advantages = Literal["group", "gae"]
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -110,8 +111,8 @@ class RolloutConfig(Section):
 
     prompts_per_step: Positive = 8
     """Questions a step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Samples of each question; advantages are relative to the group's mean reward."""
+    group_size: Positive = 8
+    """Samples of each question. With advantages = group at least 2: they are relative to the group's mean reward."""
     max_new_tokens: Positive = 16
     """Longest answer, tokens."""
     temperature: PositiveFloat = 1.0
@@ -121,18 +122,23 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """GRPO and its choices."""
+    """GRPO or PPO, and their choices."""
 
+    advantages: Advantages = "group"
+    """What an answer is better than: the mean of its group (GRPO), or what a critic expected (PPO, `gae`)."""
     clip_low: Fraction = 0.2
     """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
     """The probability ratio is clipped above at 1 + clip_high."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the k3 KL penalty against the frozen first policy; 0 keeps no reference model."""
+    """Weight of the KL penalty against the frozen first policy; 0 keeps no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the penalty goes: k3 into the loss, or k1 into each token's reward, which needs advantages = gae."""
     length_normalization: LengthNormalization = "token"
     """What a loss is divided by: the batch's tokens, each answer's length, or max_new_tokens (Dr. GRPO)."""
     normalize_std: bool = True
-    """Divide advantages by the standard deviation of their group (GRPO) or not (Dr. GRPO)."""
+    """Divide advantages by the standard deviation of their group (GRPO) or not (Dr. GRPO). With gae: bring the
+    batch's to mean 0 and deviation 1, token by token, or leave them."""
     updates_per_rollout: Positive = 1
     """Optimizer steps over one rollout: its groups are dealt out evenly. Divides rollout.prompts_per_step."""
     epochs_per_rollout: Positive = 1
@@ -147,11 +153,11 @@ class OptimizerConfig(Section):
     """The optimizer and its schedule."""
 
     name: OptimizerName = "adamw"
-    """Which optimizer. `adamw_8bit` needs bitsandbytes."""
+    """Which optimizer. `adamw_8bit` needs bitsandbytes. `muon` steps the matrices of the blocks, and AdamW the rest."""
     learning_rate: NonNegativeFloat = 1e-5
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)
-    """Decay of the first and second moment; for sgd the momentum, for rmsprop the second alone."""
+    """Decay of the first and second moment. The first is the momentum of sgd and muon; rmsprop has the second alone."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat | None = 1.0
@@ -162,6 +168,25 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear warm-up."""
     final_factor: Fraction = 0.0
     """What a decay ends at, as a share of the peak."""
+
+
+class CriticConfig(Section):
+    """The value model of PPO: the policy's backbone with a scalar head. Read with algorithm.advantages = gae."""
+
+    discount: Fraction = 1.0
+    """What a reward is worth one token earlier (gamma)."""
+    gae_lambda: Fraction = 0.95
+    """How far an advantage trusts rewards over values: 0 looks one token ahead, 1 to the end of the answer."""
+    value_clip: PositiveFloat | None = 0.2
+    """How far the loss lets a value move from that before the update, both ways; none: as far as it likes."""
+    updates_per_rollout: Positive = 1
+    """Optimizer steps over one rollout: its groups are dealt out evenly. Divides rollout.prompts_per_step."""
+    epochs_per_rollout: Positive = 1
+    """Times that each rollout is gone through."""
+    warmup_steps: Count = 0
+    """Steps at the start of the run in which only the critic learns."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The critic's own optimizer and its schedule."""
 
 
 class TrainerConfig(Section):
@@ -239,7 +264,7 @@ Task = Annotated[StringTask | ReasoningGymTask | JsonlTask, Field(discriminator=
 
 
 class RunConfig(Section):
-    """A colocated GRPO run."""
+    """A colocated run of GRPO or PPO."""
 
     name: str = "run"
     """Name of the run."""
@@ -258,6 +283,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -276,7 +302,9 @@ class RunConfig(Section):
 def find_clashes(config: RunConfig) -> Iterator[str]:
     """Options that cannot go together, in words that name both."""
     yield from _task_clashes(config.task)
-    yield from _algorithm_clashes(config.algorithm, config.rollout.prompts_per_step)
+    yield from _algorithm_clashes(config.algorithm)
+    yield from _dealing_clashes(config)
+    yield from _critic_clashes(config)
     yield from _memory_clashes(config.memory)
     if config.resume and config.run_dir is None:
         yield "resume = true and run_dir = none clash: name the directory of the run to go on with"
@@ -290,17 +318,49 @@ def _task_clashes(task: Task) -> Iterator[str]:
         )
 
 
-def _algorithm_clashes(algorithm: AlgorithmConfig, prompts_per_step: int) -> Iterator[str]:
+def _algorithm_clashes(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.importance_cap is not None and algorithm.old_log_probs == "rollout":
         yield (
             f"algorithm.importance_cap = {algorithm.importance_cap} and algorithm.old_log_probs = rollout clash: "
             "the ratio is taken to the rollout already; set old_log_probs = actor"
         )
-    if prompts_per_step % algorithm.updates_per_rollout:
+    if algorithm.kl_in == "reward" and algorithm.advantages == "group":
         yield (
-            f"rollout.prompts_per_step = {prompts_per_step} and algorithm.updates_per_rollout = "
-            f"{algorithm.updates_per_rollout} clash: the groups cannot be dealt out evenly"
+            "algorithm.kl_in = reward and algorithm.advantages = group clash: "
+            "a group's rewards are one an answer; set advantages = gae, or kl_in = loss"
         )
+    if algorithm.kl_in == "reward" and not algorithm.kl_coefficient:
+        yield (
+            "algorithm.kl_in = reward and algorithm.kl_coefficient = 0 clash: "
+            "there is no penalty to put there; give it a weight"
+        )
+
+
+def _dealing_clashes(config: RunConfig) -> Iterator[str]:
+    num_prompts = config.rollout.prompts_per_step
+    for name, num_updates in (
+        ("algorithm", config.algorithm.updates_per_rollout),
+        ("critic", config.critic.updates_per_rollout),
+    ):
+        if num_prompts % num_updates:
+            yield (
+                f"rollout.prompts_per_step = {num_prompts} and {name}.updates_per_rollout = {num_updates} clash: "
+                "the groups cannot be dealt out evenly"
+            )
+
+
+def _critic_clashes(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.advantages == "gae":
+        return
+    if config.rollout.group_size == 1:
+        yield (
+            "rollout.group_size = 1 and algorithm.advantages = group clash: "
+            "an answer that is alone is as good as its group; sample more, or set advantages = gae"
+        )
+    if config.critic != CriticConfig():
+        chosen, usual = config.critic.model_dump(), CriticConfig().model_dump()
+        names = [f"critic.{name}" for name in chosen if chosen[name] != usual[name]]
+        yield f"{', '.join(names)} and algorithm.advantages = group clash: there is no critic; set advantages = gae"
 
 
 def _memory_clashes(memory: MemoryConfig) -> Iterator[str]:

@@ -16,11 +16,15 @@ from torpor.rl.schedules import learning_rate_factor
 if TYPE_CHECKING:
     from torpor.ledger import Ledger
 
+Progress = Callable[[int], None]
+"""Called with the number of groups that are done."""
 _STATE = "state.json"
 
 
 class Learner:
     """A backend with its sleeper, its schedule and its counters.
+
+    A subclass says under which `metrics_path` its optimizer's figures go.
 
     Args:
         backend: the model and its optimizer.
@@ -31,6 +35,8 @@ class Learner:
         lazy_wake: the optimizer's state comes back behind the forward and backward passes.
         sleeper_options: see `Sleeper`: `store`, `store_dir`, `verify`, `report_leftovers` and others.
     """
+
+    metrics_path = "optimizer"
 
     def __init__(
         self,
@@ -127,5 +133,5 @@ class Learner:
         )
         norm = self.backend.step(factor * config.learning_rate, config.max_grad_norm)
         self.num_updates += 1
-        metrics.record("optimizer/grad_norm", Mean(norm))
-        metrics.record("optimizer/learning_rate", Last(factor * config.learning_rate))
+        metrics.record(f"{self.metrics_path}/grad_norm", Mean(norm))
+        metrics.record(f"{self.metrics_path}/learning_rate", Last(factor * config.learning_rate))

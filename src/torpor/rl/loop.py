@@ -1,34 +1,42 @@
-"""The colocated loop: actor and engine take turns with the memory.
+"""The colocated loop: actor, engine and, with PPO, a critic take turns with the memory.
 
-engine.wake("weights")      the actor sleeps
+engine.wake("weights")      the learners sleep
 update_weights              from the sleeping actor's store
 engine.wake("kv_cache")
 generate, evaluate
 engine.sleep()
-actor.wake_up()             the engine sleeps
+critic.wake_up()            with PPO; actor and engine sleep
+appraise, train
+critic.sleep()
+actor.wake_up()             engine and critic sleep
 train
 actor.sleep()
-checkpoint                  from the store
+checkpoint                  from the stores
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torpor.report.metrics import Mean, Sum
 from torpor.report.recorder import Recorder
 from torpor.rl.actor import Actor
-from torpor.rl.batch import Batch, make_batch
+from torpor.rl.batch import Batch, group_rollouts, make_batch
 from torpor.rl.checkpoint import save_checkpoint
 from torpor.rl.config import RunConfig
+from torpor.rl.critic import Critic
 from torpor.rl.rollout.base import Rollout, RolloutEngine, SamplingParams, Tag
 from torpor.rl.tasks.base import Question, Split, Task, Tokenizer, encode_prompt
+
+CRITIC = "critic"
+"""Directory of a checkpoint with what the critic saved."""
 
 
 @dataclass(slots=True)
 class Job:
-    """Everything a run consists of. The actor is awake and the engine asleep when the loop begins."""
+    """Everything a run consists of. The actor is awake, engine and critic asleep when the loop begins."""
 
     config: RunConfig
     task: Task
@@ -39,6 +47,26 @@ class Job:
     stop_token_ids: tuple[int, ...]
     """What ends an answer."""
     first_step: int = 0
+    critic: Critic | None = None
+    """With PPO."""
+
+    def save(self, directory: Path) -> None:
+        """Write what both learners know into `directory`."""
+        self.actor.save(directory)
+        if self.critic is not None:
+            (directory / CRITIC).mkdir()
+            self.critic.save(directory / CRITIC)
+
+    def load(self, directory: Path) -> None:
+        """Take everything that `save` wrote, to the bit; the critic sleeps again before the actor has its turn.
+
+        Raises:
+            UsageError: the checkpoint is of another model.
+        """
+        if self.critic is not None:
+            self.critic.load(directory / CRITIC)
+            self.critic.sleep()
+        self.actor.load(directory)
 
 
 def run_loop(job: Job) -> None:
@@ -53,9 +81,12 @@ def run_loop(job: Job) -> None:
                 evaluate(job)
             batch = roll_out(job, step)
             sleep_engine(job)
-            wake_actor(job)
-            learn(job, batch)
-            fall_asleep(job)
+            if job.critic is not None:
+                batch = judge(job, job.critic, batch)
+            if step >= job.config.critic.warmup_steps:
+                wake_actor(job)
+                learn(job, batch)
+                fall_asleep(job)
             save_if_due(job, step + 1)
     if job.config.evaluation.interval_steps:
         wake_engine(job)
@@ -73,7 +104,7 @@ def wake_engine(job: Job) -> None:
         job.actor.update_weights(job.engine)
     with job.recorder.phase("engine_wake"):
         job.engine.wake([Tag.KV_CACHE])
-    job.recorder.asleep(actor=job.actor.is_asleep, engine=False)
+    note_who_sleeps(job)
 
 
 def sleep_engine(job: Job) -> None:
@@ -81,25 +112,54 @@ def sleep_engine(job: Job) -> None:
     if job.config.memory.offload_rollout:
         with job.recorder.phase("engine_sleep"):
             job.engine.sleep()
-    job.recorder.asleep(actor=job.actor.is_asleep, engine=bool(job.engine.asleep))
+    note_who_sleeps(job)
+
+
+def judge(job: Job, critic: Critic, batch: Batch) -> Batch:
+    """The critic's turn: the advantages of `batch`, and one training step of the critic."""
+    gaps = None
+    if job.config.algorithm.kl_in == "reward":
+        with job.recorder.phase("reference"):
+            gaps = job.actor.reference_gaps(batch)
+            job.recorder.metrics.record(
+                "policy/kl_reward", Mean(sum(gap_T.sum().item() for gap_T in gaps), batch.num_answer_tokens)
+            )
+    with job.recorder.phase("critic_wake"):
+        critic.wake_up()
+    note_who_sleeps(job)
+    with job.recorder.phase("values"):
+        appraisal = critic.appraise(batch, gaps)
+    total = len(batch.groups) * job.config.critic.epochs_per_rollout
+    with job.recorder.phase("critic_train", total, "groups") as counter:
+        job.recorder.metrics.update(critic.train(appraisal, progress=counter.advance))
+    with job.recorder.phase("critic_sleep"):
+        critic.sleep()
+    note_who_sleeps(job)
+    return appraisal.batch
 
 
 def wake_actor(job: Job) -> None:
     """The actor awake."""
     with job.recorder.phase("actor_wake"):
         job.actor.wake_up()
-    job.recorder.asleep(actor=False, engine=bool(job.engine.asleep))
+    note_who_sleeps(job)
 
 
 def fall_asleep(job: Job) -> None:
     """The actor's memory given back, if it may."""
     with job.recorder.phase("actor_sleep"):
         job.actor.sleep()
-    job.recorder.asleep(actor=job.actor.is_asleep, engine=bool(job.engine.asleep))
+    note_who_sleeps(job)
+
+
+def note_who_sleeps(job: Job) -> None:
+    """Readings of memory say it from now on."""
+    critic = {} if job.critic is None else {"critic": job.critic.is_asleep}
+    job.recorder.asleep(actor=job.actor.is_asleep, engine=bool(job.engine.asleep), **critic)
 
 
 def roll_out(job: Job, step: int) -> Batch:
-    """Answers to the questions of `step`, scored and grouped."""
+    """Answers to the questions of `step`, scored and grouped; with advantages if no critic is to judge them."""
     config = job.config
     count = config.rollout.prompts_per_step
     questions = [job.task.sample(step * count + i) for i in range(count)]
@@ -112,6 +172,8 @@ def roll_out(job: Job, step: int) -> Batch:
         job.recorder.metrics.record("rollout/tokens_per_s", Mean(job.engine.last_generation.tokens_per_s))
     rewards = [_reward(job, questions[rollout.prompt_index], rollout) for rollout in rollouts]
     _record_rollouts(job, questions, rollouts, rewards)
+    if job.critic is not None:
+        return group_rollouts(rollouts, rewards, config.rollout.group_size)
     return make_batch(rollouts, rewards, config.rollout.group_size, normalize_std=config.algorithm.normalize_std)
 
 
@@ -137,7 +199,7 @@ def save_if_due(job: Job, steps_done: int) -> None:
     config = job.config.checkpoint
     if config.interval_steps and (is_due(steps_done, config.interval_steps) or steps_done == job.config.steps):
         with job.recorder.phase("checkpoint"):
-            save_checkpoint(job.recorder.run.checkpoints, steps_done, job.actor.save, keep=config.keep)
+            save_checkpoint(job.recorder.run.checkpoints, steps_done, job.save, keep=config.keep)
 
 
 def is_due(step: int, interval_steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and the policy loss.
+"""Log-probabilities, entropy, the policy loss and the value loss.
 
 Shapes: `T` scored tokens, `C` tokens of one chunk, `D` hidden width, `V` vocabulary, `S` sequences.
 """
@@ -175,3 +175,31 @@ def policy_terms(
         loss_T = loss_T + kl_coefficient * kl_T
     clipped_T = (bound_T < free_T).to(ratio_T.dtype)
     return PolicyTerms(loss_T, ratio_T.detach(), clipped_T, kl_T.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTerms:
+    """The value loss, token by token. Only `loss_T` carries a gradient."""
+
+    loss_T: Tensor
+    clipped_T: Tensor
+    """1.0 where the clip cut the gradient off, else 0.0."""
+
+
+def value_terms(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float | None) -> ValueTerms:
+    """Half the squared error, or that of the value held within `clip` of the old one, whichever is larger.
+
+    As in the code that came with PPO (arXiv:1707.06347): `0.5 * max((v - R)**2, (clamp(v, old - c, old + c) - R)**2)`.
+
+    Args:
+        old_value_T: the values before the update.
+        return_T: what the values should have been.
+        clip: None: the plain squared error.
+    """
+    free_T = (value_T - return_T).square()
+    if clip is None:
+        return ValueTerms(0.5 * free_T, torch.zeros_like(free_T))
+    held_T = torch.minimum(torch.maximum(value_T, old_value_T - clip), old_value_T + clip)
+    bound_T = (held_T - return_T).square()
+    is_clipped_T = (bound_T > free_T) & (held_T != value_T)
+    return ValueTerms(0.5 * torch.maximum(free_T, bound_T), is_clipped_T.to(free_T.dtype))

@@ -7,6 +7,7 @@ transformers directory once and kept in the cache; nothing is downloaded.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import os
 import shutil
@@ -135,6 +136,42 @@ def tiny_model(
         parameter.data = parameter.data.to(dtype)
     model.train(False)
     return model
+
+
+class ValueModel(torch.nn.Module):
+    """A backbone with one scalar for each of its last hidden states, zero before the first step.
+
+    Args:
+        backbone: a decoder without its output head, such as `policy.get_decoder()`; used as it is.
+    """
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        # fp32 whatever the backbone is: values are regressed on, and a bf16 head would round them to 3 digits.
+        self.head = torch.nn.Linear(
+            backbone.config.hidden_size,
+            1,
+            device=backbone.device,
+            dtype=torch.promote_types(backbone.dtype, torch.float32),
+        )
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    def values_of(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Values, shape `[N]`, in the precision of the head."""
+        values_N1: torch.Tensor = self.head(hidden_ND.to(self.head.weight.dtype))
+        return values_N1.squeeze(-1)
+
+
+def value_model(policy: PreTrainedModel) -> ValueModel:
+    """A critic that begins with a copy of the policy's backbone. Leaves the global random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        return ValueModel(copy.deepcopy(policy.get_decoder()))  # type: ignore[no-untyped-call]
 
 
 def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

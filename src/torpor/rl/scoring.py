@@ -1,4 +1,4 @@
-"""What a model thinks of answers: log-probability and entropy of each of their tokens.
+"""What a model thinks of answers: log-probability and entropy of each of their tokens, or the value before each.
 
 Letters: `T` answer tokens of one group, `N` answer tokens of all groups of a pass.
 """
@@ -6,7 +6,7 @@ Letters: `T` answer tokens of one group, `N` answer tokens of all groups of a pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from torpor.rl.packing import Group, pack, predicting_hidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from torpor.rl.models import ValueModel
+
+
+class Scoring(Protocol):
+    """One forward pass over prompts, each with all its answers: for each group, tensors of shape `[T]`."""
+
+    def __call__(self, groups: Sequence[Group]) -> Sequence[tuple[Tensor, ...]]: ...
 
 
 class Scorer:
@@ -42,5 +50,25 @@ class Scorer:
             temperature=self._temperature,
             chunk_tokens=self._logit_chunk_tokens,
         )
-        lengths = [sum(map(len, group.completions)) for group in groups]
-        return list(zip(torch.split(log_prob_N, lengths), torch.split(entropy_N, lengths), strict=True))
+        return list(zip(_by_group(log_prob_N, groups), _by_group(entropy_N, groups), strict=True))
+
+
+class ValueScorer:
+    """The same pass for a critic: what it expects before each answer token."""
+
+    def __init__(self, model: ValueModel) -> None:
+        self._model = model
+
+    def __call__(self, groups: Sequence[Group]) -> list[tuple[Tensor]]:
+        """For each group `(value_T,)`, answer after answer, fp32.
+
+        Raises:
+            UsageError, UnsupportedError: see `Scorer`.
+        """
+        packed = pack(groups, self._model.device)
+        value_N = self._model.values_of(predicting_hidden(self._model.backbone, packed))
+        return [(value_T,) for value_T in _by_group(value_N, groups)]
+
+
+def _by_group(values_N: Tensor, groups: Sequence[Group]) -> tuple[Tensor, ...]:
+    return torch.split(values_N, [sum(map(len, group.completions)) for group in groups])

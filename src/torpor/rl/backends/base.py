@@ -20,8 +20,8 @@ from torch import Tensor
 from torpor.rl.packing import Group
 from torpor.sleeper import Sleeper
 
-Score = tuple[Tensor, Tensor]
-"""Of one group: `(log_prob_T, entropy_T)` in nats, or `(value_T, ...)` for a critic; fp32 on the backend's device."""
+Score = tuple[Tensor, ...]
+"""Of one group: `(log_prob_T, entropy_T)` in nats, or `(value_T,)` of a critic; fp32 on the backend's device."""
 LossOf = Callable[[int, list[Score]], Tensor]
 """From the index of a microbatch and the scores of its groups to its share of the loss, a scalar."""
 
