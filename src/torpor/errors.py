@@ -11,6 +11,8 @@
     │   └── UnsafeStoreError                 a directory or file that must not be trusted
     ├── CorruptError (RuntimeError)          bytes came back different
     ├── MemoryBackendError (RuntimeError)    memory could not be given back or taken again
+    ├── RankError (RuntimeError)             another rank cannot, is late or has ended; names it
+    │   └── DesyncError (ValueError)         ranks made different calls
     └── UnsupportedError (RuntimeError)      this version, device or setting cannot do it
 
 Each class also is the built-in it stands for, carries its culprit and numbers as attributes, and
@@ -20,7 +22,7 @@ pickles, so that an error of one rank can be raised on another.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 GIB = 1024**3
@@ -136,6 +138,54 @@ class CorruptError(TorporError, RuntimeError):
 
 class MemoryBackendError(TorporError, RuntimeError):
     """A memory backend could not give memory back or take it again; the message has the cause."""
+
+
+class RankError(TorporError, RuntimeError):
+    """Not all ranks could: each of them gets this error and stays as it was before the call.
+
+    Raised from the original exception on the rank that met one.
+    """
+
+    rank: int
+    """The first culprit."""
+    failures: dict[int, str]
+    """Rank -> its reason."""
+    stage: str
+    kind: str
+    """The type of the first culprit's exception; `"late"`, `"ended"` or `"no store"` where there was none."""
+
+    def __init__(self, failures: Mapping[int, str], stage: str, kind: str) -> None:
+        shown = "; ".join(f"rank {rank}: {reason}" for rank, reason in list(failures.items())[:4])
+        more = f"; and {len(failures) - 4} more ranks" if len(failures) > 4 else ""
+        super().__init__(
+            f"{shown}{more} (at '{stage}'). No rank goes on alone: each stays as it was",
+            rank=next(iter(failures)),
+            failures=dict(failures),
+            stage=stage,
+            kind=kind,
+        )
+
+
+class DesyncError(RankError, ValueError):
+    """Ranks made different calls where all must make the same. Nothing was moved."""
+
+    calls: dict[int, str]
+    """Rank -> its call."""
+
+    def __init__(self, calls: Mapping[int, str]) -> None:
+        ranks_by_call: dict[str, list[int]] = {}
+        for rank, call in calls.items():
+            ranks_by_call.setdefault(call, []).append(rank)
+        shown = ", ".join(f"ranks {ranks} call {call}" for call, ranks in ranks_by_call.items())
+        TorporError.__init__(
+            self,
+            f"{shown}: every rank must make the same call with the same components",
+            rank=min(ranks_by_call.values(), key=len)[0],
+            failures=dict(calls),
+            calls=dict(calls),
+            stage="begin",
+            kind="desync",
+        )
 
 
 class UnsupportedError(TorporError, RuntimeError):

@@ -11,8 +11,9 @@ from itertools import chain
 
 import torch
 
+from torpor.agreement import Round
 from torpor.errors import TorporError
-from torpor.fingerprint import Digest, fingerprints, is_zero
+from torpor.fingerprint import Digest, fingerprint_of_zeros, fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Row, Stopwatch
 from torpor.memory.base import MemoryBackend, byte_view
@@ -110,10 +111,13 @@ def _still_held(row: Row) -> Row:
 class Falling:
     """One call's way down. Makes `Sleeping` records; the caller keeps those of a call that succeeded."""
 
-    def __init__(self, store: Store, shelf: Shelf, stopwatch: Stopwatch, prove_rebuilds: bool) -> None:
+    def __init__(
+        self, store: Store, shelf: Shelf, stopwatch: Stopwatch, agreed: Round, *, prove_rebuilds: bool
+    ) -> None:
         self._store = store
         self._shelf = shelf
         self._stopwatch = stopwatch
+        self._agreed = agreed
         self._prove_rebuilds = prove_rebuilds
         self._new_places: list[int] = []
         self._freed: list[Sleeping] = []
@@ -123,14 +127,19 @@ class Falling:
     def run(self, decisions: Sequence[Decision], batch_bytes: int, on_freed: Callable[[int], None]) -> list[Sleeping]:
         """Copy and free `decisions`, at least `batch_bytes` at a time.
 
-        Raises whatever went wrong, after everything that this call freed is back in place.
+        Raises whatever went wrong, after everything that this call freed is back in place. Several ranks vote
+        after each step, also those that have nothing to move: let them go in one batch.
         """
         sleepers = [Sleeping(decision) for decision in decisions]
         try:
-            self._reserve(sleepers)
-            for batch in _batches(sleepers, batch_bytes):
-                self._save(batch)
-                on_freed(self._free(batch))
+            with self._agreed.stage("reserve"):
+                self._reserve(sleepers)
+            for batch in list(_batches(sleepers, batch_bytes)) or [[]]:
+                with self._agreed.stage("copy"):
+                    self._save(batch)
+                with self._agreed.stage("free"):
+                    freed_bytes = self._free(batch)
+                on_freed(freed_bytes)
         except BaseException as error:
             self._roll_back(error)
             raise
@@ -170,7 +179,7 @@ class Falling:
                 raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
             if sleeping.place.digest == sleeping.digest:
                 sleeping.decision.fate = Fate.CLEAN
-            elif sleeping.is_on_host and is_zero(sleeping.bytes):
+            elif sleeping.is_on_host and sleeping.digest == fingerprint_of_zeros(sleeping.decision.entry.nbytes):
                 sleeping.decision.fate, sleeping.decision.reason = Fate.ZEROED, "all zero"
                 sleeping.place = None
             else:

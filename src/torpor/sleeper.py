@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 import torch
+from torch.distributed import ProcessGroup
 
 from torpor import fingerprint, transfer_cuda
+from torpor.agreement import DEFAULT_TIMEOUT_S, Agreement, Alone, Round, Rounds
 from torpor.background import Handle
 from torpor.errors import AsleepError, ClosedError, UsageError
 from torpor.falling import STORED, Falling, Sleeping, drop_caches
@@ -92,10 +94,14 @@ class Sleeper:
             calls of its group.
         report_leftovers: name tensors of at least 1 MiB that stay on the device in no component (scans the
             process's Python objects once a sleep).
+        group: the ranks that sleep and wake together: a call succeeds on all of them or changes nothing on any, and
+            then each gets a `RankError` that names the culprit. All make the same calls in the same order.
+        agree_timeout_s: how long each step of such a call waits for the slowest rank.
 
     Raises:
         UsageError: an option that cannot be, with the ones that can.
         UnsafeStoreError: the file store's directory must not be trusted.
+        UnsupportedError: parameters under FSDP's `CPUOffloadPolicy`.
     """
 
     def __init__(
@@ -115,6 +121,8 @@ class Sleeper:
         requantize_under_cuda_graphs: bool = True,
         rematerialize_param_from_master_weight: bool = False,
         report_leftovers: bool = True,
+        group: ProcessGroup | None = None,
+        agree_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         optimizers, wrappers = unwrapped(_by_name(optimizer, "optimizer"))
         self._actor = Actor(
@@ -135,6 +143,7 @@ class Sleeper:
             graphs_may_live=self._graphs_may_live,
         )
         self._keep = frozenset(self._names(keep) or ())
+        self._agreement: Rounds = Alone() if group is None else Agreement(group, agree_timeout_s)
         self._store = open_store(store, store_dir)
         self._shelf = Shelf(self._store)
         self._undo = [rule.attach(self._actor) for rule in self._rules]
@@ -175,6 +184,7 @@ class Sleeper:
             UsageError: an unknown component, or `need_bytes` below 1 or above what a full sleep would free.
             StoreFullError: the store has no room. Nothing was freed.
             StoreError, MemoryBackendError: the system refused. Everything is awake and intact.
+            RankError: in place of all of these with `group=`; every rank is awake and intact.
         """
         names = self._names(components)
         if need_bytes is not None and need_bytes < 1:
@@ -202,15 +212,17 @@ class Sleeper:
             NotEnoughMemoryError: the memory is not there. Everything still sleeps; try again.
             CorruptError: bytes came back different. Everything still sleeps.
             StoreError, MemoryBackendError: the system refused. Everything still sleeps.
+            RankError: in place of all of these with `group=`; every rank still sleeps.
         """
         names = self._names(components)
         self._settle()
         with self._lock:
             chosen = [s for name, group in self._asleep.items() if names is None or name in names for s in group]
             later = _later(chosen) if lazy else []
-            ledger = self._wake([s for s in chosen if s not in later] if later else chosen, wait_s)
-            if later:
-                self._background = Handle("wake", lambda _: self._wake(later, wait_s))
+            call = f"wake({_in_words(names)}, lazy={lazy})"
+            ledger = self._wake([s for s in chosen if s not in later] if later else chosen, wait_s, call)
+            if later or (lazy and not isinstance(self._agreement, Alone)):  # others may have something left
+                self._background = Handle("wake", lambda _: self._wake(later, wait_s, f"the rest of {call}"))
             return ledger
 
     def finish(self) -> Ledger | None:
@@ -227,7 +239,7 @@ class Sleeper:
         A pinned store page-locks here, and a GPU's kernels are compiled.
         """
         self._settle()
-        with self._lock:
+        with self._lock, self._agreement.begin("prewarm()", Stopwatch()).stage("reserve"):
             self._require_open()
             decisions = self._plan(None, None).decisions
             self._shelf.reserve([(d.entry.storage, d.entry.nbytes) for d in decisions if d.fate is Fate.MOVED])
@@ -237,14 +249,15 @@ class Sleeper:
             return self._store.reserved_bytes
 
     def close(self) -> None:
-        """Wake what sleeps, take every hook away and give the store back. Idempotent.
+        """Wake what sleeps, take every hook away and give the store back. Idempotent. Asks no other rank.
 
         Raises what a `wake()` raises; the sleeper stays open then.
         """
         if self._closed:
             return
-        self.wake()
+        self._settle()
         with self._lock:
+            self._wake([s for group in self._asleep.values() for s in group], 0.0)
             self._closed = True
             self._guards.disarm()
             for undo in reversed(self._undo):
@@ -277,6 +290,7 @@ class Sleeper:
                         if s.storage._cdata not in before
                     ],
                     0.0,
+                    f"the end of asleep({_in_words(names)})",
                 )
 
     @contextmanager
@@ -375,14 +389,16 @@ class Sleeper:
             self._require_open()
             watch = Stopwatch()
             before_bytes = self._used_bytes()
-            with watch.stage("drop"):
-                rows = reshard(self._actor)
-            with watch.stage("plan"):
-                plan = self._plan(names, need_bytes, only)
+            agreed = self._agreement.begin(f"sleep({_in_words(names)}, need_bytes={need_bytes})", watch)
+            with agreed.stage("plan"):
+                with watch.stage("drop"):
+                    rows = reshard(self._actor)
+                with watch.stage("plan"):
+                    plan = self._plan(names, need_bytes, only)
             ledger = self._open_ledger("sleep")
             if ledger.counts_host:  # the host takes back at once what was resharded, a GPU's allocator keeps it
                 ledger.used_before_bytes = before_bytes
-            with watch.stage("drop"):
+            with agreed.stage("drop"), watch.stage("drop"):
                 rows += drop_caches(plan.decisions)
                 if any(d.fate is Fate.DROPPED for d in plan.decisions):
                     self._look_again()
@@ -390,7 +406,7 @@ class Sleeper:
             decisions = [d for d in plan.decisions if d.fate is not Fate.DROPPED]
             with watch.stage("drain"):
                 _drain(decisions)
-            sleepers = self._fall(decisions, watch, batch_bytes, on_freed)
+            sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed)
             self._note_partial(names, need_bytes is not None or only is not None)
             with watch.stage("account"):
                 self._close_ledger(ledger, [*rows, *(s.row() for s in sleepers)], watch)
@@ -403,13 +419,16 @@ class Sleeper:
         self,
         decisions: Sequence[Decision],
         watch: Stopwatch,
+        agreed: Round,
         batch_bytes: int,
         on_freed: Callable[[int], None],
     ) -> list[Sleeping]:
         going = [d for d in decisions if d.backend is not None]
         staying = [Sleeping(d) for d in decisions if d.backend is None]
         self._arm([*going, *(s.decision for s in staying)])
-        falling = Falling(self._store, self._shelf, watch, prove_rebuilds=self._verify)
+        falling = Falling(self._store, self._shelf, watch, agreed, prove_rebuilds=self._verify)
+        if not isinstance(agreed, Alone):
+            batch_bytes = _ALL_AT_ONCE  # nothing is freed anywhere before everything is copied everywhere
         try:
             sleepers = falling.run(going, batch_bytes, on_freed)
         except BaseException:
@@ -419,15 +438,18 @@ class Sleeper:
         self._adopt([*sleepers, *(s for s in staying if s.decision.entry.component not in self._keep)])
         return [*sleepers, *staying]
 
-    def _wake(self, sleepers: Sequence[Sleeping], wait_s: float) -> Ledger:
+    def _wake(self, sleepers: Sequence[Sleeping], wait_s: float, call: str | None = None) -> Ledger:
+        """`call` is what the other ranks must call as well; None: this rank wakes alone."""
         with self._lock, collector_paused():
             self._require_open()
             watch = Stopwatch()
+            agreed: Round = Alone() if call is None else self._agreement.begin(call, watch)
             ledger = self._open_ledger("wake")
             wake_up(
                 sleepers,
                 self._store,
                 watch,
+                agreed,
                 resolve=self._reader(but={id(s) for s in sleepers if s.fate in STORED}).tensor,
                 verify=self._verify,
                 wait_s=wait_s,
@@ -634,6 +656,11 @@ def _later(chosen: Sequence[Sleeping]) -> list[Sleeping]:
         for source in s.decision.entry.rebuild.sources
     }
     return [s for s in chosen if s.decision.entry.role in _LATER and s.storage._cdata not in sources]
+
+
+def _in_words(names: _Names) -> str:
+    """Components as every rank writes them."""
+    return "all" if names is None else str(sorted(names))
 
 
 def _drain(decisions: Sequence[Decision]) -> None:

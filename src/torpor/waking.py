@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torpor.agreement import Round
 from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
 from torpor.falling import Sleeping, by_backend, in_store_order
 from torpor.fingerprint import fingerprints
@@ -27,32 +28,35 @@ def wake_up(
     sleepers: Sequence[Sleeping],
     store: Store,
     stopwatch: Stopwatch,
+    agreed: Round,
     *,
     resolve: Resolve,
     verify: bool,
     wait_s: float,
 ) -> None:
-    """Memory and contents of `sleepers` come back, or nothing does.
+    """Memory and contents of `sleepers` come back on every rank that agrees, or nothing does.
 
     Raises:
         NotEnoughMemoryError: the memory was not free within `wait_s` seconds.
         CorruptError: bytes came back different; names them.
         MemoryBackendError, StoreError: the system refused.
+        RankError: in place of each of these, where ranks agree.
     """
     groups = by_backend(sleepers)
-    with stopwatch.stage("wait"):
+    with agreed.stage("room"), stopwatch.stage("wait"):
         _wait_for_room(groups, wait_s)
     try:
-        with stopwatch.stage("restore"):
-            for backend, group in groups:
-                backend.restore([sleeping.storage for sleeping in group])
-        with stopwatch.stage("copy"):
-            load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
-        with stopwatch.stage("rebuild"):
-            _remake(sleepers, resolve)
-        if verify:
-            with stopwatch.stage("verify"):
-                _verify(sleepers)
+        with agreed.stage("restore"):
+            with stopwatch.stage("restore"):
+                for backend, group in groups:
+                    backend.restore([sleeping.storage for sleeping in group])
+            with stopwatch.stage("copy"):
+                load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
+            with stopwatch.stage("rebuild"):
+                _remake(sleepers, resolve)
+            if verify:
+                with stopwatch.stage("verify"):
+                    _verify(sleepers)
     except BaseException:
         _fall_back(groups)
         raise
