@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from torpor.rl.actor import Actor
-from torpor.rl.backends.local import LocalBackend
+from torpor.rl.backends.local import LocalBackend, LocalCriticBackend
 from torpor.rl.batch import Batch, make_batch
-from torpor.rl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from torpor.rl.models import tiny_model
+from torpor.rl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from torpor.rl.critic import Critic
+from torpor.rl.models import ValueModel, tiny_model, value_model
 from torpor.rl.rollout.base import FinishReason, Rollout
 
 VOCABULARY = 24
@@ -40,6 +41,31 @@ def make_actor(
         report_leftovers=False,
         **options,
     )
+
+
+def make_critic(tmp_path: Path, *, microbatch_tokens: int = 2048, seed: int = 0, **options: Any) -> Critic:
+    """A critic on the backbone of the policy that `make_actor` makes; SGD without clipping by default."""
+    plain = OptimizerConfig(name="sgd", learning_rate=0.1, betas=(0.0, 0.0), max_grad_norm=None)
+    config = options.pop("config", CriticConfig(optimizer=plain, value_clip=None))
+    policy = tiny_model(VOCABULARY, hidden_size=32, seed=seed)
+    return Critic(
+        LocalCriticBackend(value_model(policy), optimizer=config.optimizer),
+        algorithm=options.pop("algorithm", AlgorithmConfig(advantages="gae", normalize_std=False)),
+        config=config,
+        trainer=TrainerConfig(microbatch_tokens=microbatch_tokens),
+        total_updates=4,
+        store="file",
+        store_dir=tmp_path,
+        report_leftovers=False,
+        **options,
+    )
+
+
+def value_model_of(critic: Critic) -> ValueModel:
+    """The model of a critic that `make_critic` made."""
+    assert isinstance(critic.backend, LocalCriticBackend)
+    assert isinstance(critic.backend.model, ValueModel)
+    return critic.backend.model
 
 
 def model_of(actor: Actor) -> Any:

@@ -23,6 +23,7 @@ from torpor.rl.config_cli import (
 )
 
 DISK = {"offload_train_disk_dir": "/d"}
+GAE = {"algorithm": {"advantages": "gae"}}
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
 
@@ -46,7 +47,9 @@ def test_there_are_examples() -> None:
         ({"qqq": 1}, "unknown key qqq; `--help` lists the known ones"),
         ({"optimizer": {"learning_rate": -1}}, "optimizer.learning_rate = -1"),
         ({"steps": "many"}, "steps = 'many'"),
-        ({"rollout": {"group_size": 1}}, "rollout.group_size = 1"),
+        ({"rollout": {"group_size": 0}}, "rollout.group_size = 0"),
+        ({"critic": {"gamma": 1}}, "unknown key critic.gamma"),
+        ({"critic": {"optimizer": {"rate": 1}}}, "unknown key critic.optimizer.rate"),
         ({"model": {"kind": "huge"}}, "'tiny', 'smollm2', 'pretrained'"),
     ],
 )  # fmt: skip
@@ -62,6 +65,12 @@ def test_refuses_by_name(raw: dict[str, Any], message: str) -> None:
     [
         ({"algorithm": {"importance_cap": 2.0}}, ("algorithm.importance_cap", "algorithm.old_log_probs")),
         ({"algorithm": {"updates_per_rollout": 3}}, ("rollout.prompts_per_step", "algorithm.updates_per_rollout")),
+        ({**GAE, "critic": {"updates_per_rollout": 3}}, ("rollout.prompts_per_step", "critic.updates_per_rollout")),
+        ({"rollout": {"group_size": 1}}, ("rollout.group_size", "algorithm.advantages")),
+        ({"critic": {"discount": 0.9}}, ("critic.discount", "algorithm.advantages")),
+        ({"critic": {"optimizer": {"learning_rate": 1}}}, ("critic.optimizer", "algorithm.advantages")),
+        ({"algorithm": {"kl_in": "reward", "kl_coefficient": 1}}, ("algorithm.kl_in", "algorithm.advantages")),
+        ({"algorithm": {**GAE["algorithm"], "kl_in": "reward"}}, ("algorithm.kl_in", "algorithm.kl_coefficient")),
         ({"resume": True}, ("resume", "run_dir")),
         ({"memory": {**DISK, "offload_train": False}}, ("offload_train =", "offload_train_disk_dir")),
         ({"memory": {**DISK, "offload_train_target": "cpu"}}, ("offload_train_target", "offload_train_disk_dir")),
@@ -72,6 +81,11 @@ def test_refuses_clashes_naming_both(raw: dict[str, Any], names: tuple[str, str]
     with pytest.raises(UsageError, match="clash") as caught:
         config_from_mapping(raw, "a.toml")
     assert all(name in str(caught.value) for name in names)
+
+
+def test_a_critic_lets_every_answer_stand_alone() -> None:
+    config = config_from_mapping({**GAE, "rollout": {"group_size": 1}, "critic": {"discount": 0.9}}, "a")
+    assert (config.rollout.group_size, config.critic.discount) == (1, 0.9)
 
 
 def test_validation_never_writes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,19 @@ from torpor.rl.loop import (
     evaluate,
     fall_asleep,
     is_due,
-    learn,
     roll_out,
     run_loop,
-    save_if_due,
-    sleep_engine,
+    run_step,
     wake_engine,
 )
 from torpor.rl.rollout.base import SamplingParams, Tag
 from torpor.rl.tasks.base import Split
+
+PPO: dict[str, Any] = {
+    "algorithm": {"advantages": "gae"},
+    "critic": {"optimizer": {"learning_rate": 1e-3}, "epochs_per_rollout": 2, "updates_per_rollout": 2},
+}
+PPO_KL = {"advantages": "gae", "kl_coefficient": 0.1, "kl_in": "reward"}
 
 
 def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
@@ -43,9 +48,12 @@ def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
         {"memory": {"offload_rollout": False, "lazy_wake": False}},
         {"optimizer": {"name": "sgd"}},
         {"algorithm": {"kl_coefficient": 0.1, "old_log_probs": "actor", "importance_cap": 2.0}},
+        {"optimizer": {"name": "muon"}},
+        PPO,
+        {**PPO, "rollout": {"prompts_per_step": 32, "group_size": 1}, "algorithm": PPO_KL},
         {"algorithm": {"updates_per_rollout": 2, "epochs_per_rollout": 2, "length_normalization": "constant"}},
     ],
-    ids=lambda changes: next(iter(next(iter(changes.values())))),
+    ids=lambda changes: "-".join(f"{key}={value}" for key, value in next(iter(changes.values())).items())[:40],
 )
 def test_every_choice_sleeps_bit_for_bit(tmp_path: Path, changes: dict[str, dict[str, object]]) -> None:
     awake_memory = {**changes.get("memory", {}), "offload_train": False}
@@ -56,24 +64,21 @@ def test_every_choice_sleeps_bit_for_bit(tmp_path: Path, changes: dict[str, dict
     assert_same_tensors(awake, asleep)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
-def test_resumes_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "changes"), [("adamw", {}), ("rmsprop", {}), ("muon", {}), ("adamw", PPO)], ids=str
+)
+def test_resumes_to_the_bit(tmp_path: Path, optimizer: str, changes: dict[str, Any]) -> None:
     options = {
         "optimizer": {"name": optimizer, "schedule": "linear"},
         "checkpoint": {"interval_steps": 2},
+        **changes,
     }
     whole_curve, whole = run(small_config(tmp_path / "whole", steps=4, **options))
     with open_job(small_config(tmp_path / "parts", steps=4, **options)) as job:
         fall_asleep(job)
         for step in range(3):  # one step more than the checkpoint has: it must be done again
             with job.recorder.step(step):
-                wake_engine(job)
-                batch = roll_out(job, step)
-                sleep_engine(job)
-                learn(job, batch)
-                fall_asleep(job)
-            if step == 1:
-                save_if_due(job, step + 1)
+                run_step(job, step)
     torch.rand(3)  # a new process has another random state
     parts_curve, parts = run(small_config(tmp_path / "parts", steps=4, resume=True, **options))
     assert [record["step"] for record in parts_curve] == [0, 1, 2, 2, 3]
@@ -119,6 +124,46 @@ def test_a_step_keeps_the_order(tmp_path: Path) -> None:
         "actor.wake_up",
         "actor.sleep",
     ]
+
+
+def test_with_a_critic_each_has_its_turn(tmp_path: Path) -> None:
+    events = Event()
+    with open_job(small_config(tmp_path, steps=2, **{**PPO, "critic": {"warmup_steps": 1}})) as job:
+        assert job.critic is not None
+        assert job.critic.is_asleep
+        for method in ("sleep", "wake_up", "train"):
+            events.spy(job.actor, method, f"actor.{method}")
+        for method in ("sleep", "wake_up", "appraise", "train"):
+            events.spy(job.critic, method, f"critic.{method}")
+        for method in ("sleep", "generate"):
+            events.spy(job.engine, method, f"engine.{method}")
+        run_loop(job)
+        assert (job.critic.num_updates, job.actor.num_updates) == (2, 1)
+    ours = ["critic.wake_up", "critic.appraise", "critic.wake_up", "critic.train", "critic.wake_up", "critic.sleep"]
+    theirs = ["actor.wake_up", "actor.train", "actor.wake_up", "actor.sleep"]
+    rollout = ["engine.generate", "engine.sleep"]
+    assert events.names == ["actor.sleep", *rollout, *ours, *rollout, *ours, *theirs]
+
+
+def test_critic_actor_and_engine_are_never_awake_together(tmp_path: Path) -> None:
+    changes = {**PPO, "algorithm": PPO_KL, "evaluation": {"interval_steps": 1}}
+    run(small_config(tmp_path, steps=2, **changes))
+    readings = [r for r in read_jsonl(tmp_path / "memory.jsonl") if r["step"] is not None]
+    who = ("actor_asleep", "critic_asleep", "engine_asleep")
+    during = {
+        phase: {tuple(r[name] for name in who) for r in readings if r["phase"] == phase}
+        for phase in ("generate", "reference", "values", "critic_train", "train", "actor_sleep")
+    }
+    assert during == {
+        "generate": {(True, True, False)},
+        "reference": {(True, True, True)},
+        "values": {(True, False, True)},
+        "critic_train": {(True, False, True)},
+        "train": {(False, True, True)},
+        "actor_sleep": {(False, True, True)},
+    }
+    learners = {ledger["learner"] for ledger in read_jsonl(tmp_path / "ledgers.jsonl")}
+    assert learners == {"actor", "critic"}
 
 
 def test_only_one_of_the_two_is_awake(tmp_path: Path) -> None:

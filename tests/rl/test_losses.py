@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torpor.rl.losses import policy_terms, sequence_weights, token_statistics
+from torpor.rl.losses import policy_terms, sequence_weights, token_statistics, value_terms
 
 NUM_TOKENS, WIDTH, VOCABULARY = 37, 16, 211
 FP32_SLACK = 2e-6
@@ -133,3 +133,21 @@ def test_importance_weights_scale_the_surrogate_only() -> None:
     plain = policy_terms(log_prob, log_prob, advantage, **options)
     weighted = policy_terms(log_prob, log_prob, advantage, importance_T=torch.tensor([0.5]), **options)
     assert weighted.loss_T.item() == pytest.approx(0.5 * plain.loss_T.item())
+
+
+def test_the_value_loss_follows_its_formula() -> None:
+    """Free, held while still too far off (no gradient), held on the other side (the larger loss wins), and inside."""
+    value = torch.tensor([0.5, 0.9, 0.9, 0.1], requires_grad=True)
+    old = torch.tensor([0.5, 0.5, 0.5, 0.0])
+    returns = torch.tensor([1.0, 1.5, 0.2, 0.4])
+    terms = value_terms(value, old, returns, clip=0.2)
+    assert terms.loss_T.tolist() == pytest.approx([0.5 * 0.25, 0.5 * 0.64, 0.5 * 0.49, 0.5 * 0.09])
+    assert terms.clipped_T.tolist() == [0.0, 1.0, 0.0, 0.0]
+    terms.loss_T.sum().backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == pytest.approx([-0.5, 0.0, 0.7, -0.3])
+
+
+def test_without_a_clip_the_value_loss_is_half_the_square() -> None:
+    terms = value_terms(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([1.0]), clip=None)
+    assert (terms.loss_T.item(), terms.clipped_T.item()) == (2.0, 0.0)

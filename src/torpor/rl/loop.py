@@ -76,24 +76,29 @@ def run_loop(job: Job) -> None:
     job.recorder.summary(job.first_step)
     for step in range(job.first_step, job.config.steps):
         with job.recorder.step(step):
-            wake_engine(job)
-            if is_due(step, job.config.evaluation.interval_steps):
-                evaluate(job)
-            batch = roll_out(job, step)
-            sleep_engine(job)
-            if job.critic is not None:
-                batch = judge(job, job.critic, batch)
-            if step >= job.config.critic.warmup_steps:
-                wake_actor(job)
-                learn(job, batch)
-                fall_asleep(job)
-            save_if_due(job, step + 1)
+            run_step(job, step)
     if job.config.evaluation.interval_steps:
         wake_engine(job)
         evaluate(job)
         sleep_engine(job)
         values = job.recorder.summary(job.config.steps)
         job.recorder.console.say(f"held-out reward after {job.config.steps} steps: {values['eval/reward']:.3f}")
+
+
+def run_step(job: Job, step: int) -> None:
+    """One turn of each: engine, critic, actor."""
+    wake_engine(job)
+    if is_due(step, job.config.evaluation.interval_steps):
+        evaluate(job)
+    batch = roll_out(job, step)
+    sleep_engine(job)
+    if job.critic is not None:
+        batch = judge(job, job.critic, batch)
+    if step >= job.config.critic.warmup_steps:
+        wake_actor(job)
+        learn(job, batch)
+        fall_asleep(job)
+    save_if_due(job, step + 1)
 
 
 def wake_engine(job: Job) -> None:
