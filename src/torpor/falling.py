@@ -124,8 +124,14 @@ class Falling:
         self.stuck: list[Sleeping] = []
         """After a failure whose roll-back failed as well: what is asleep all the same."""
 
-    def run(self, decisions: Sequence[Decision], batch_bytes: int, on_freed: Callable[[int], None]) -> list[Sleeping]:
-        """Copy and free `decisions`, at least `batch_bytes` at a time.
+    def run(
+        self,
+        decisions: Sequence[Decision],
+        batch_bytes: int,
+        on_freed: Callable[[int], None],
+        last: Callable[[], None] = lambda: None,
+    ) -> list[Sleeping]:
+        """Copy and free `decisions`, at least `batch_bytes` at a time; then call `last`, whose failure counts too.
 
         Raises whatever went wrong, after everything that this call freed is back in place. Several ranks vote
         after each step, also those that have nothing to move: let them go in one batch.
@@ -140,6 +146,7 @@ class Falling:
                 with self._agreed.stage("free"):
                     freed_bytes = self._free(batch)
                 on_freed(freed_bytes)
+            last()
         except BaseException as error:
             self._roll_back(error)
             raise
@@ -160,26 +167,30 @@ class Falling:
         """Copy what changed. The fingerprints of host memory are taken on the way, a little ahead of the copy; a GPU
         takes those of its own memory many times faster than its link copies.
         """
-        stored = in_store_order(batch)
-        on_gpus = [sleeping for sleeping in stored if not sleeping.is_on_host]
-        on_host = [sleeping for sleeping in stored if sleeping.is_on_host]
+        on_host: list[Sleeping] = []
+        on_gpus: list[Sleeping] = []
+        for sleeping in in_store_order(batch):
+            (on_host if sleeping.is_on_host else on_gpus).append(sleeping)
         with self._stopwatch.stage("fingerprint"):
             _take_digests([*on_gpus, *(sleeping for sleeping in batch if sleeping.fate is Fate.REBUILT)])
         changed: list[Sleeping] = []
         with self._stopwatch.stage("copy"):
-            save(self._pieces_to_copy(chain(on_gpus, _fingerprinted(on_host)), changed), self._store)
+            of_host = self._pieces_to_copy(_fingerprinted(on_host), changed, see_zeros=True)
+            save(chain(self._pieces_to_copy(on_gpus, changed, see_zeros=False), of_host), self._store)
         for sleeping in changed:
             if sleeping.place is not None:
                 sleeping.place.digest = sleeping.digest
 
-    def _pieces_to_copy(self, sleepers: Iterable[Sleeping], changed: list[Sleeping]) -> Iterator[Piece]:
+    def _pieces_to_copy(
+        self, sleepers: Iterable[Sleeping], changed: list[Sleeping], see_zeros: bool
+    ) -> Iterator[Piece]:
         """Those that the store does not hold, also noted in `changed`; the others learn their fate."""
         for sleeping in sleepers:
             if sleeping.place is None:
                 raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
             if sleeping.place.digest == sleeping.digest:
                 sleeping.decision.fate = Fate.CLEAN
-            elif sleeping.is_on_host and sleeping.digest == fingerprint_of_zeros(sleeping.decision.entry.nbytes):
+            elif see_zeros and sleeping.digest == fingerprint_of_zeros(sleeping.decision.entry.nbytes):
                 sleeping.decision.fate, sleeping.decision.reason = Fate.ZEROED, "all zero"
                 sleeping.place = None
             else:
@@ -223,7 +234,11 @@ def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
 
 def in_store_order(sleepers: Iterable[Sleeping]) -> list[Sleeping]:
     """Those whose bytes wait in the store, by their slots: a copy joins what lies side by side."""
-    return sorted([s for s in sleepers if s.fate in STORED], key=lambda s: s.slot.offset)
+    return sorted([s for s in sleepers if s.fate in STORED], key=_offset)
+
+
+def _offset(sleeping: Sleeping) -> int:
+    return sleeping.slot.offset
 
 
 def by_backend(sleepers: Iterable[Sleeping]) -> list[tuple[MemoryBackend, list[Sleeping]]]:

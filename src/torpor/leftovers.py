@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection
+from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -28,34 +29,35 @@ def find_leftovers(known: Collection[int], device_types: Collection[str], min_by
     Only tensors with a Python object are seen: what C++ alone holds (saved activations) is not.
     """
     found: dict[int, torch.Tensor] = {}
-    kinds = _tensor_types()
-    # by type, not `isinstance`: that one asks proxies, which answer for what they wrap, and is slower
-    for tensor in [thing for thing in gc.get_objects() if type(thing) in kinds]:
-        if tensor.device.type in device_types:
-            storage = _storage_of(tensor)
-            if storage is not None and storage.nbytes() >= min_bytes and storage._cdata not in known:
+    for tensor in _live_tensors():
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and storage.nbytes() >= min_bytes and storage.device.type in device_types:
                 found.setdefault(storage._cdata, tensor)
     largest_first = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
     holders = _holders(largest_first[:_MAX_NAMED], found)
     return [_describe(tensor, holders.get(id(tensor), "not looked for: too many")) for tensor in largest_first]
 
 
-def _tensor_types() -> set[type]:
-    """`torch.Tensor` and every subclass there is."""
-    kinds: set[type] = set()
-    new: list[type] = [torch.Tensor]
+def _live_tensors() -> list[torch.Tensor]:
+    """Every tensor with a Python object, but for those that are made of others: these are looked at themselves.
+
+    Found by type, not `isinstance`: that one asks proxies, which answer for what they wrap, and is slower. All objects
+    of the process pass, so nothing here is a loop in Python.
+    """
+    objects = gc.get_objects()
+    return list(compress(objects, map(_types_with_memory().__contains__, map(type, objects))))
+
+
+def _types_with_memory() -> set[type]:
+    """`torch.Tensor` and every subclass there is that does not stand for other tensors."""
+    kinds: set[type[torch.Tensor]] = set()
+    new: list[type[torch.Tensor]] = [torch.Tensor]
     while new:
         kind = new.pop()
         kinds.add(kind)
-        children: list[type] = type.__subclasses__(kind)
-        new += [child for child in children if child not in kinds]
-    return kinds
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return None  # its parts are tensors of their own and are looked at themselves
-    return tensor.untyped_storage()
+        new += [child for child in type.__subclasses__(kind) if child not in kinds]
+    return {kind for kind in kinds if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__}
 
 
 def _describe(tensor: torch.Tensor, holder: str) -> Leftover:

@@ -100,7 +100,10 @@ def _decide_one(entry: Entry, backends: Sequence[MemoryBackend], keep: Collectio
     for backend in backends:
         refusal = _refusal(entry, backend)
         if refusal is None:
-            return Decision(entry, entry.fate, entry.reason, backend, backend.releasable_bytes(entry.storage))
+            releasable_bytes = backend.releasable_bytes(entry.storage)
+            if releasable_bytes:
+                return Decision(entry, entry.fate, entry.reason, backend, releasable_bytes)
+            refusal = "too small to give a page back"
         refusals.append(refusal)
     return Decision(entry, Fate.KEPT, "; ".join(refusals) or f"no memory backend for {entry.device.type}")
 
@@ -108,10 +111,7 @@ def _decide_one(entry: Entry, backends: Sequence[MemoryBackend], keep: Collectio
 def _refusal(entry: Entry, backend: MemoryBackend) -> str | None:
     if len(entry.storages) > 1 and not backend.keeps_address:
         return "two owners of the same memory, and its address would change"
-    refusal = backend.refusal(entry.storage)
-    if refusal is None and backend.releasable_bytes(entry.storage) == 0:
-        return "too small to give a page back"
-    return refusal
+    return backend.refusal(entry.storage)
 
 
 def choose_bytes(decisions: Sequence[Decision], need_bytes: int) -> list[Decision]:

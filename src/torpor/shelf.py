@@ -41,12 +41,10 @@ class Shelf:
         self._store = store
         self._places: dict[int, Place] = {}
 
-    def sweep(self) -> None:
-        """Give back the slots of storages that are gone."""
-        self.remove([key for key, place in self._places.items() if place.is_orphan()])
-
     def reserve(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> tuple[list[Place], list[int]]:
         """A place for each `(storage, nbytes)`: the one it has, if it still has this size, else a new one.
+
+        Slots of storages that are gone are given back first.
 
         Returns:
             The places in order, and the keys of the new ones, for `remove` should the sleep fail.
@@ -54,6 +52,7 @@ class Shelf:
         Raises:
             StoreFullError: they do not fit. Nothing was reserved.
         """
+        self.remove([key for key, place in self._places.items() if place.is_orphan()])
         new = [(storage, nbytes) for storage, nbytes in storages if not self._fits(storage, nbytes)]
         self.remove([storage._cdata for storage, _ in new if storage._cdata in self._places])
         slots = self._store.reserve([nbytes for _, nbytes in new])
@@ -63,7 +62,7 @@ class Shelf:
 
     def _fits(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
         place = self._places.get(storage._cdata)
-        return place is not None and place.slot.nbytes == nbytes and not place.is_orphan()
+        return place is not None and place.slot.nbytes == nbytes
 
     def remove(self, keys: Iterable[int]) -> None:
         """Forget places and release their slots."""

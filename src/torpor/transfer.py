@@ -257,18 +257,19 @@ def _whole(piece: Piece) -> torch.Tensor:
 
 def _blocks(pieces: Iterable[Piece], store: BlockStore) -> Iterator[_Block]:
     """Pieces cut, and joined where their slots follow each other, into aligned blocks of at most one chunk."""
-    block: _Block | None = None
+    cuts: list[_Cut] = []
+    begin = end = 0
     for piece in pieces:
-        home, start = _whole(piece), 0
-        while start < piece.slot.nbytes:
-            offset = piece.slot.offset + start
-            if block is None or block.offset + block.nbytes != offset or block.nbytes == store.chunk_bytes:
-                if block is not None:
-                    yield block
-                block = _Block(offset, 0, [])
-            nbytes = min(piece.slot.nbytes - start, store.chunk_bytes - block.nbytes)
-            block.cuts.append(_Cut(home, start, nbytes, block.nbytes))
-            block.nbytes += up(nbytes, store.alignment_bytes)
+        home, slot, start = _whole(piece), piece.slot, 0
+        while start < slot.nbytes:
+            if slot.offset + start != end or end - begin == store.chunk_bytes:
+                if cuts:
+                    yield _Block(begin, end - begin, cuts)
+                begin = end = slot.offset + start
+                cuts = []
+            nbytes = min(slot.nbytes - start, store.chunk_bytes - (end - begin))
+            cuts.append(_Cut(home, start, nbytes, end - begin))
+            end += up(nbytes, store.alignment_bytes)
             start += nbytes
-    if block is not None:
-        yield block
+    if cuts:
+        yield _Block(begin, end - begin, cuts)

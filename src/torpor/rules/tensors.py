@@ -43,17 +43,18 @@ class TensorsRule:
         stepped = {id(p) for o in actor.optimizers.values() for group in o.param_groups for p in group["params"]}
         for component, value in actor.extra.items():
             for name, leaf in leaves(component, value):
-                if isinstance(leaf, nn.Module):
-                    for held in module_tensors(name, leaf):
-                        yield from claims_of(held, component)
-                elif isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, torch.Tensor):
                     yield from claims_on(name, leaf, _role(leaf, stepped), component)
                     grad = gradient(leaf)
                     if grad is not None:
                         yield from claims_of(Held(Place.GRADIENT, f"{name}.grad", grad))
+                elif isinstance(leaf, nn.Module):
+                    for held in module_tensors(name, leaf):
+                        yield from claims_of(held, component)
 
 
 def _role(tensor: torch.Tensor, stepped: set[int]) -> Role:
-    if isinstance(tensor, nn.Parameter):
+    # most have the plain type: `isinstance` of a Parameter runs Python code of torch
+    if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
         return Role.PARAM
     return Role.MASTER if id(tensor) in stepped else Role.OTHER
