@@ -73,6 +73,24 @@ def test_a_sink_that_cannot_start_stops_the_run(tmp_path: Path, monkeypatch: pyt
         Recorder(RunDirectory(tmp_path / "file"), total_steps=1)
 
 
+def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
+    """What was written is read back by TensorBoard's own reader."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunDirectory(tmp_path)
+    with Recorder(run, total_steps=3, tensorboard=True) as recorder:
+        for step in range(3):
+            with recorder.step(step):
+                for key in ("reward/mean", "rollout/tokens"):
+                    recorder.metrics.record(key, Mean(step / 4))
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert set(events.Tags()["scalars"]) == {"reward/mean", "rollout/tokens", "time/step_s"}
+    for key in events.Tags()["scalars"]:
+        found = [(event.step, event.value) for event in events.Scalars(key)]
+        assert found == [(record["step"], pytest.approx(record[key])) for record in read_jsonl(run.metrics)]
+
+
 def test_a_torn_last_line_is_skipped_and_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
@@ -157,6 +175,16 @@ def test_one_line_a_step() -> None:
     )
 
 
+def test_the_line_of_a_step_with_a_critic() -> None:
+    seconds = {"time/critic_wake_s": 0.1, "time/values_s": 0.2, "time/critic_train_s": 0.5, "time/critic_sleep_s": 0.1}
+    line = step_line(2, 40, {**VALUES, **seconds, "critic/loss": 0.03125})
+    assert "  loss +0.0124  value loss 0.0312  1843 tokens" in line
+    assert " critic 0.90 train 3.92" in line
+    without = {key: value for key, value in VALUES.items() if key != "policy/loss"}
+    warming_up = step_line(2, 40, {**without, "critic/loss": 0.03125})
+    assert "reward 0.531  value loss 0.0312  1843 tokens" in warming_up
+
+
 def test_a_run_that_never_sleeps_shows_no_bytes() -> None:
     awake = {key: value for key, value in VALUES.items() if not key.startswith("bytes/")}
     assert "GiB" not in step_line(2, 40, awake)
@@ -218,5 +246,6 @@ def test_ledgers_become_bytes_of_the_step(tmp_path: Path) -> None:
         "bytes/read": 100,
     }
     assert record["time/step_s"] >= record["time/train_s"] > 0
-    assert [ledger["kind"] for ledger in read_jsonl(run.ledgers)] == ["sleep", "wake"]
+    ledgers = read_jsonl(run.ledgers)
+    assert [(ledger["learner"], ledger["kind"]) for ledger in ledgers] == [("actor", "sleep"), ("actor", "wake")]
     assert read_jsonl(run.samples) == [{"step": 0, "answer": "a"}]

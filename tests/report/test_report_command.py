@@ -56,7 +56,41 @@ def test_the_tables_say_what_the_files_say(run_dir: RunDirectory) -> None:
     assert ["params", "param", "moved", "7", "2.000", "1.000", "0.500"] in lines
     assert ["actor", "asleep", "1.000", "1.000"] in lines
     assert ["actor", "awake", "3.000", "3.000"] in lines
-    assert "Last of 1 sleeps" in text
+    assert "Last of 1 sleeps of the actor" in text
+    assert "value loss" not in text
+
+
+def test_a_critic_has_its_own_figures(run_dir: RunDirectory) -> None:
+    """The actor sleeps in the first half of each second; the critic is awake in the second fifth of it."""
+    metrics = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    for record in metrics:
+        record |= {"critic/loss": 0.125, "critic/explained_variance": 0.75, "time/critic_train_s": 0.1}
+        if record["step"] == 0:
+            del record["policy/loss"]  # a step of warming the critic up
+    readings = [json.loads(line) for line in run_dir.memory.read_text().splitlines()]
+    for reading in readings:
+        reading["critic_asleep"] = not 0.2 <= reading["t_s"] % 1 < 0.4
+        reading["rss_bytes"] += 0 if reading["critic_asleep"] else GIB
+        reading["phase"] = reading["phase"] if reading["critic_asleep"] else "critic_train"
+    (ledger,) = [json.loads(line) for line in run_dir.ledgers.read_text().splitlines()][:1]
+    critics = {**ledger, "learner": "critic", "rows": [{**ledger["rows"][0], "storages": 9}]}
+    for path, records in (
+        (run_dir.metrics, metrics),
+        (run_dir.memory, readings),
+        (run_dir.ledgers, [{**ledger, "learner": "actor"}, critics]),
+    ):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = report(run_dir)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["0", "0.000", "0.1250", "0.750", "1.00", "0.250"] in lines
+    assert ["7", "0.700", "+0.5000", "0.1250", "0.750", "1.00"] in lines
+    assert ["critic", "train", "0.100", "10%"] in lines
+    for learner, storages in (("actor", "7"), ("critic", "9")):
+        assert f"Last of 1 sleeps of the {learner}" in text
+        assert ["params", "param", "moved", storages, "2.000", "1.000", "0.500"] in lines
+    assert ["critic", "awake", "2.000", "2.000"] in lines
+    assert ["actor", "and", "critic", "asleep", "1.000", "1.000"] in lines
+    assert draw(run_dir) == [run_dir.reward_plot, run_dir.memory_plot]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

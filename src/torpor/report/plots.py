@@ -16,6 +16,10 @@ _ACTOR_ASLEEP = "#9ec9e8"
 _PHASES = {
     "generate": "#3b8f5a",
     "evaluate": "#7cc08f",
+    "values": "#e8b08f",
+    "critic_train": "#e08040",
+    "critic_sleep": "#8d80c0",
+    "critic_wake": "#bcb4dd",
     "train": "#c4501b",
     "actor_sleep": "#6a51a3",
     "actor_wake": "#9e8cc7",
@@ -47,7 +51,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 def spans(readings: Iterable[dict[str, Any]], key: str) -> list[tuple[float, float, Any]]:
     """Stretches of equal `key`: (first second, last second, value)."""
     stretches = []
-    for value, group in groupby(readings, key=lambda reading: reading[key]):
+    for value, group in groupby(readings, key=lambda reading: reading.get(key)):
         times = [reading["t_s"] for reading in group]
         stretches.append((times[0], times[-1], value))
     return stretches
@@ -91,7 +95,8 @@ def _draw_reward(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_memory(readings: Sequence[dict[str, Any]], path: Path) -> None:
-    figure, (whole, detail, phases) = _figure(8.2, 3, [3, 3, 0.55])
+    parties = [name for name in ("actor", "critic", "engine") if f"{name}_asleep" in readings[-1]]
+    figure, (whole, detail, awake, phases) = _figure(8.8, 4, [3, 3, 0.25 * len(parties), 0.5])
     recent = _last_steps(readings, _DETAIL_STEPS)
     _draw_resident(whole, readings, linewidth=0.8)
     _draw_resident(detail, recent, linewidth=1.4)
@@ -99,9 +104,11 @@ def _draw_memory(readings: Sequence[dict[str, Any]], path: Path) -> None:
     whole.legend(frameon=True, framealpha=0.9, edgecolor="none", loc="lower right")
     if recent[0]["step"] is not None:
         detail.set_title(f"Steps {recent[0]['step']} to {recent[-1]['step']}, with their phases", fontsize=10)
+    _draw_awake(awake, recent, parties)
     _draw_phases(phases, recent)
     phases.set_xlabel("seconds since the start")
-    phases.set_xlim(detail.get_xlim())
+    for axis in (awake, phases):
+        axis.set_xlim(detail.get_xlim())
     figure.savefig(path)
 
 
@@ -121,6 +128,18 @@ def _draw_resident(axis: Any, readings: Sequence[dict[str, Any]], linewidth: flo
     axis.set_ylabel("GiB")
     axis.set_ylim(0, 1.08 * max(resident))
     axis.set_xlim(times[0], max(times[-1], times[0] + 0.1))
+
+
+def _draw_awake(axis: Any, readings: Sequence[dict[str, Any]], parties: Sequence[str]) -> None:
+    """A bar while each is awake."""
+    for row, name in enumerate(parties):
+        stretches = spans(readings, f"{name}_asleep")
+        bars = [(first_s, last_s - first_s) for first_s, last_s, asleep in stretches if not asleep]
+        axis.broken_barh(bars, (row - 0.36, 0.72), color=_MEMORY, linewidth=0)
+    axis.set_yticks(range(len(parties)), [f"{name} awake" for name in parties], fontsize=8)
+    axis.set_ylim(len(parties) - 0.5, -0.5)
+    axis.grid(visible=False)
+    axis.tick_params(labelbottom=False)
 
 
 def _draw_phases(axis: Any, readings: Sequence[dict[str, Any]]) -> None:

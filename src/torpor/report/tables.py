@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -18,6 +18,8 @@ _SHOWN_STEPS = 12
 _STEP_COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
     "loss": ("policy/loss", "{:+.4f}"),
+    "value loss": ("critic/loss", "{:.4f}"),
+    "explained": ("critic/explained_variance", "{:.3f}"),
     "entropy": ("policy/entropy", "{:.3f}"),
     "clipped": ("policy/clip_fraction", "{:.3f}"),
     "grad norm": ("optimizer/grad_norm", "{:.3f}"),
@@ -42,10 +44,11 @@ def report(run: RunDirectory, width: int = 110) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, highlight=False)
     console.print(_headline(steps, metrics))
-    for table in (_steps(metrics), _seconds(steps), _sleeps(read_jsonl(run.ledgers)), _memory(read_jsonl(run.memory))):
-        if table is not None:
-            console.print()
-            console.print(table)
+    tables = [_steps(metrics), _seconds(steps), *_sleeps(read_jsonl(run.ledgers)), *_memory(read_jsonl(run.memory))]
+    for table in tables:
+        console.print("\n", table.title, sep="", soft_wrap=True)  # as a part of the table it would wrap at its width
+        table.title = None
+        console.print(table)
     return text.getvalue().rstrip("\n")
 
 
@@ -83,9 +86,11 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 def _steps(metrics: Records) -> Table:
     stride = -(-len(metrics) // _SHOWN_STEPS)
     shown = [record for i, record in enumerate(metrics) if i % stride == 0 or record is metrics[-1]]
-    table = _table("Steps" if stride == 1 else f"Every {stride}th step", ["step", *_STEP_COLUMNS])
+    present = {key for record in metrics for key in record}
+    columns = {name: column for name, column in _STEP_COLUMNS.items() if column[0] in present}
+    table = _table("Steps" if stride == 1 else f"Every {stride}th step", ["step", *columns])
     for record in shown:
-        cells = (form.format(record[key]) if key in record else "" for key, form in _STEP_COLUMNS.values())
+        cells = (form.format(record[key]) if key in record else "" for key, form in columns.values())
         table.add_row(str(record["step"]), *cells)
     return table
 
@@ -107,30 +112,41 @@ def _mean(records: Records, key: str) -> float:
     return float(sum(record.get(key, 0.0) for record in records) / len(records))
 
 
-def _sleeps(ledgers: Records) -> Table | None:
+def _sleeps(ledgers: Records) -> Iterator[Table]:
+    """The last sleep of each learner."""
     sleeps = [ledger for ledger in ledgers if ledger["kind"] == "sleep"]
-    if not sleeps:
-        return None
+    for learner in dict.fromkeys(_learner(ledger) for ledger in sleeps):
+        yield _last_sleep(learner, [ledger for ledger in sleeps if _learner(ledger) == learner])
+
+
+def _learner(ledger: Mapping[str, Any]) -> str:
+    return str(ledger.get("learner", "actor"))  # runs from before there were critics do not say
+
+
+def _last_sleep(learner: str, sleeps: Records) -> Table:
+    last = sleeps[-1]
     table = _table(
-        f"Last of {len(sleeps)} sleeps, GiB; store: {sleeps[-1]['store']}",
+        f"Last of {len(sleeps)} sleeps of the {learner}, GiB; store: {last['store']}",
         ["component", "role", "fate", "storages", "size", "written", "freed", "why"],
     )
-    for row in sleeps[-1]["rows"]:
+    for row in last["rows"]:
         sizes = (f"{row[key] / GIB:.3f}" for key in ("nbytes", "copied_bytes", "freed_bytes"))
         table.add_row(row["component"], row["role"], row["fate"], str(row["storages"]), *sizes, row["reason"])
     table.columns[-1].justify = "left"
     return table
 
 
-def _memory(readings: Records) -> Table | None:
-    states = {
-        "actor awake": [r["rss_bytes"] for r in readings if not r["actor_asleep"] and r["step"] is not None],
-        "actor asleep": [r["rss_bytes"] for r in readings if r["actor_asleep"]],
-    }
-    if not states["actor asleep"]:
-        return None
+def _memory(readings: Records) -> Iterator[Table]:
+    in_steps = [reading for reading in readings if reading["step"] is not None]
+    learners = [name for name in ("actor", "critic") if any(f"{name}_asleep" in reading for reading in in_steps)]
+    states = {f"{name} awake": [r for r in in_steps if not r.get(f"{name}_asleep", True)] for name in learners}
+    asleep = [r for r in in_steps if all(r.get(f"{name}_asleep", True) for name in learners)]
+    if not asleep:
+        return
+    states[f"{' and '.join(learners)} asleep"] = asleep
     table = _table("Resident memory of the process, GiB", ["while", "median", "highest"])
-    for name, resident in states.items():
-        if resident:
-            table.add_row(name, f"{sorted(resident)[len(resident) // 2] / GIB:.3f}", f"{max(resident) / GIB:.3f}")
-    return table
+    for name, during in states.items():
+        if during:
+            resident = sorted(reading["rss_bytes"] / GIB for reading in during)
+            table.add_row(name, f"{resident[len(resident) // 2]:.3f}", f"{resident[-1]:.3f}")
+    yield table

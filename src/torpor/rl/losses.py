@@ -201,5 +201,4 @@ def value_terms(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip:
         return ValueTerms(0.5 * free_T, torch.zeros_like(free_T))
     held_T = torch.minimum(torch.maximum(value_T, old_value_T - clip), old_value_T + clip)
     bound_T = (held_T - return_T).square()
-    is_clipped_T = (bound_T > free_T) & (held_T != value_T)
-    return ValueTerms(0.5 * torch.maximum(free_T, bound_T), is_clipped_T.to(free_T.dtype))
+    return ValueTerms(0.5 * torch.maximum(free_T, bound_T), (bound_T > free_T).to(free_T.dtype))
