@@ -124,14 +124,8 @@ class Falling:
         self.stuck: list[Sleeping] = []
         """After a failure whose roll-back failed as well: what is asleep all the same."""
 
-    def run(
-        self,
-        decisions: Sequence[Decision],
-        batch_bytes: int,
-        on_freed: Callable[[int], None],
-        last: Callable[[], None] = lambda: None,
-    ) -> list[Sleeping]:
-        """Copy and free `decisions`, at least `batch_bytes` at a time; then call `last`, whose failure counts too.
+    def run(self, decisions: Sequence[Decision], batch_bytes: int, on_freed: Callable[[int], None]) -> list[Sleeping]:
+        """Copy and free `decisions`, at least `batch_bytes` at a time.
 
         Raises whatever went wrong, after everything that this call freed is back in place. Several ranks vote
         after each step, also those that have nothing to move: let them go in one batch.
@@ -146,7 +140,6 @@ class Falling:
                 with self._agreed.stage("free"):
                     freed_bytes = self._free(batch)
                 on_freed(freed_bytes)
-            last()
         except BaseException as error:
             self._roll_back(error)
             raise
