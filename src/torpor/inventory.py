@@ -315,10 +315,10 @@ def _first_reason(claims: Sequence[Claim]) -> str:
 def _by_strength(found: list[Claim]) -> tuple[tuple[Claim, ...], list[Claim]]:
     """All claims, the strongest first, and those of them that have a say in the fate.
 
-    A claim by place alone has none where the user declared the storage, and none where another rule knows
-    the same role; one on a view has none where a rule knows the owner of all memory of that role.
+    A claim by place alone has none where somebody declared the storage or owns it, and none where another rule
+    knows the same role; any claim has none where a rule knows the owner of the memory in the same role.
     """
-    declared = any(claim.standing is Standing.DECLARED for claim in found)
+    declared = any(claim.standing >= Standing.DECLARED for claim in found)
     known = {claim.role for claim in found if claim.standing in (Standing.KNOWN, Standing.OWNED)}
     owned = {claim.role for claim in found if claim.standing is Standing.OWNED}
 

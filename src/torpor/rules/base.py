@@ -47,8 +47,8 @@ class Standing(IntEnum):
     """
 
     FOUND = 0
-    """Only where the tensor hangs (a plain attribute, a `.grad`). Has a say in the fate unless the user
-    declared the storage, or a rule that knows the same role claims it."""
+    """Only where the tensor hangs (a plain attribute, a `.grad`). Has a say in the fate unless the storage is
+    declared or owned, or a rule that knows the same role claims it."""
     KNOWN = 1
     """What the tensor is: a parameter, a registered buffer, optimizer state, what the user handed in."""
     DECLARED = 2

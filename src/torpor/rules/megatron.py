@@ -1,8 +1,7 @@
 """What Megatron-Core's data parallelism holds: the flat buffers behind parameters and gradients.
 
-A gradient buffer is dead, and `zeroed`, from the end of a step to the next forward that gradients follow. A
-parameter buffer can be `rebuilt` from the fp32 masters, whose rounded values the step itself wrote there.
-The library is never imported here: whoever hands over one of its models has imported it. Read in 0.19.2.
+A gradient buffer is dead, and `zeroed`, from the end of a step to the beginning of the next. A parameter
+buffer can be `rebuilt` from the fp32 masters, whose rounded values the step itself wrote there. The library is never imported here: whoever hands over one of its models has imported it. Read in 0.19.2.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _FULL_GRAPH = ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper")
 _ADAPTER = re.compile(r"(^|[._])(lora|adapter)")
 """How the adapters of Megatron-Bridge and of its relatives are named."""
 
-_DEAD = "dead: every optimizer has stepped and no forward that gradients follow has run since"
-_STILL_ZERO = "all zeros: no forward that gradients follow has run yet"
+_DEAD = "dead: every optimizer has stepped and nothing was accumulated since"
+_STILL_ZERO = "all zeros: nothing was accumulated yet"
 _ACCUMULATING = "in the middle of an accumulation"
 _NO_STEP = "no step was seen"
 _ASKED_TO_KEEP = "dead_grads_after_step is off"
