@@ -29,13 +29,17 @@ from torpor.rl.backends.base import Backend, LossOf, Score, World
 from torpor.rl.config import OptimizerConfig
 from torpor.rl.optimizers import build_optimizer, set_learning_rate
 from torpor.rl.packing import Group
-from torpor.rl.scoring import Scorer
+from torpor.rl.scoring import Scorer, Scoring, ValueScorer
 from torpor.sleeper import Sleeper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from torpor.rl.models import ValueModel
+
 _SHARDS = "shards"
+_PREFIX = "model."
+"""Of the names of a `ScoringModule`."""
 _IDLE = (Group((0,), ((0,),)),)
 """What a rank with fewer microbatches than the others computes in their place: collectives need everybody."""
 
@@ -62,81 +66,69 @@ class ProcessWorld(World):
 class ScoringModule(nn.Module):
     """A model whose forward pass is a scoring pass, so that the root's parameters are whole while it runs."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, logit_chunk_tokens: int) -> None:
+    def __init__(self, model: nn.Module, scoring: Scoring) -> None:
         super().__init__()
         self.model = model
-        self._scorer = Scorer(model, temperature, logit_chunk_tokens)
+        self._scoring = scoring
 
-    def forward(self, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-        """What the scorer gives, of all groups in one: FSDP hangs hooks on outputs, and views lose them."""
-        firsts, seconds = zip(*self._scorer(groups), strict=True)
-        return torch.cat(firsts), torch.cat(seconds)
+    def forward(self, groups: Sequence[Group]) -> tuple[Tensor, ...]:
+        """What a pass gives, of all groups in one: FSDP hangs hooks on outputs, and views lose them."""
+        return tuple(torch.cat(parts) for parts in zip(*self._scoring(groups), strict=True))
+
+    def by_group(self, groups: Sequence[Group]) -> list[Score]:
+        """A forward pass, its results group by group."""
+        lengths = [sum(map(len, group.completions)) for group in groups]
+        return list(zip(*(whole_N.split(lengths) for whole_N in self(groups)), strict=True))
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, **scoring: Any) -> ScoringModule:
-    """`model` as a `ScoringModule` over `mesh`, one FSDP unit a decoder block and one for the rest.
+def shard(model: nn.Module, decoder: nn.Module, scoring: Scoring, mesh: DeviceMesh) -> ScoringModule:
+    """`model` as a `ScoringModule` over `mesh`, one FSDP unit a block of `decoder` and one for the rest.
 
     Raises:
-        UnsupportedError: the model has no list of decoder blocks.
+        UnsupportedError: the decoder has no list of blocks.
     """
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
     blocks = getattr(decoder, "layers", None)
     if not isinstance(blocks, nn.ModuleList):
-        raise UnsupportedError(f"{type(model).__name__}: its decoder has no `layers` to shard one by one")
-    root = ScoringModule(model, **scoring)
+        raise UnsupportedError(f"{type(decoder).__name__} has no `layers` to shard one by one")
+    root = ScoringModule(model, scoring)
     for module in (*blocks, root):
         fully_shard(module, mesh=mesh)
     return root
 
 
-def _scores(module: ScoringModule, groups: Sequence[Group]) -> list[Score]:
-    """Group by group."""
-    lengths = [sum(map(len, group.completions)) for group in groups]
-    first_N, second_N = module(groups)
-    return list(zip(first_N.split(lengths), second_N.split(lengths), strict=True))
-
-
-class FsdpBackend(Backend):
-    """A transformers model sharded over `mesh`, with its optimizer and frozen snapshots sharded alike.
+class ShardedBackend(Backend):
+    """Any model sharded over a mesh, its optimizer, and frozen models sharded alike.
 
     Args:
-        model: the same on every rank; sharded in place.
-        mesh: one dimension (fully sharded) or two (replicated over the first).
+        root: trained in place; the same on every rank before it was sharded.
+        mesh: what it is sharded over.
         optimizer: what steps it.
-        temperature: logits are divided by it.
-        logit_chunk_tokens: tokens whose logits exist at a time.
-        snapshots: frozen models by name, such as the reference of a KL penalty.
+        frozen: models by name that only score.
 
     Raises:
-        UnsupportedError: the model cannot be sharded block by block, or the optimizer needs a missing package.
+        UnsupportedError: the optimizer needs a missing package, or is several.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        root: ScoringModule,
         mesh: DeviceMesh,
         *,
         optimizer: OptimizerConfig,
-        temperature: float,
-        logit_chunk_tokens: int,
-        snapshots: Mapping[str, PreTrainedModel] | None = None,
+        frozen: Mapping[str, ScoringModule] | None = None,
     ) -> None:
-        scoring = {"temperature": temperature, "logit_chunk_tokens": logit_chunk_tokens}
         self.world = ProcessWorld()
         self.device = torch.device(mesh.device_type)
-        self._names = [name for name, _ in model.named_parameters()]
-        self.root = shard(model.train(), mesh, **scoring)
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.root = root.train()
+        self._trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(optimizer, self._trained)
-        self._frozen = {
-            name: shard(frozen.train(False).requires_grad_(False), mesh, **scoring)
-            for name, frozen in (snapshots or {}).items()
-        }
+        self._frozen = {name: module.train(False).requires_grad_(False) for name, module in (frozen or {}).items()}
         self.snapshots = frozenset(self._frozen)
+        self._weight_names = frozenset(name for name, _ in root.named_parameters())
 
     def open_sleeper(self, **options: Any) -> Sleeper:
         extra = {name: dict(frozen.named_parameters()) for name, frozen in self._frozen.items()}
-        return Sleeper(self.root, optimizer=self.optimizer, extra=extra, **options)
+        return Sleeper(self.root, optimizer=self.optimizer, extra=extra, group=dist.group.WORLD, **options)
 
     @torch.no_grad()
     def score(self, runs: Sequence[Sequence[Group]], *, snapshot: str | None = None) -> Iterator[Score]:
@@ -144,14 +136,14 @@ class FsdpBackend(Backend):
             raise UsageError(f"snapshot {snapshot!r}: this backend has {sorted(self.snapshots)}")
         module = self.root if snapshot is None else self._frozen[snapshot]
         for run in self._as_many_everywhere(runs):
-            scores = _scores(module, run or _IDLE)
+            scores = module.by_group(run or _IDLE)
             if run:
                 yield from scores
 
     def accumulate(self, runs: Sequence[Sequence[Group]], loss_of: LossOf) -> float:
         total = 0.0
         for index, run in enumerate(self._as_many_everywhere(runs)):
-            scores = _scores(self.root, run or _IDLE)
+            scores = self.root.by_group(run or _IDLE)
             loss = loss_of(index, scores) if run else 0.0 * scores[0][0].sum()
             (self.world.size * loss).backward()  # type: ignore[no-untyped-call] # FSDP takes the mean over the ranks; the losses want the sum
             total += loss.item()
@@ -176,10 +168,10 @@ class FsdpBackend(Backend):
         return norm.item()
 
     def weights(self, sleeper: Sleeper) -> Iterator[tuple[str, Tensor]]:
-        wanted = {f"model.{name}": name for name in self._names}
         for name, tensor in sleeper.stream():
-            if name in wanted:
-                yield wanted[name], tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if name in self._weight_names:
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                yield name.removeprefix(_PREFIX), whole
 
     def save(self, sleeper: Sleeper, directory: Path) -> None:
         """Each rank writes its own shards; any number of ranks can read them."""
@@ -219,3 +211,48 @@ class FsdpBackend(Backend):
         if entry.size == parameter.size():
             return torch.zeros_like(parameter, dtype=entry.properties.dtype)
         return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+class FsdpBackend(ShardedBackend):
+    """A policy: a transformers model, its optimizer, and frozen snapshots.
+
+    Args:
+        model: the same on every rank; sharded in place.
+        mesh: one dimension (fully sharded) or two (replicated over the first).
+        optimizer: what steps it.
+        temperature: logits are divided by it.
+        logit_chunk_tokens: tokens whose logits exist at a time.
+        snapshots: frozen models by name, such as the reference of a KL penalty.
+
+    Raises:
+        UnsupportedError: the model cannot be sharded block by block, or the optimizer needs a missing package.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: DeviceMesh,
+        *,
+        optimizer: OptimizerConfig,
+        temperature: float,
+        logit_chunk_tokens: int,
+        snapshots: Mapping[str, PreTrainedModel] | None = None,
+    ) -> None:
+        def sharded(policy: PreTrainedModel) -> ScoringModule:
+            decoder: nn.Module = policy.get_decoder()  # type: ignore[no-untyped-call]
+            return shard(policy, decoder, Scorer(policy, temperature, logit_chunk_tokens), mesh)
+
+        frozen = {name: sharded(snapshot) for name, snapshot in (snapshots or {}).items()}
+        super().__init__(sharded(model), mesh, optimizer=optimizer, frozen=frozen)
+
+
+class FsdpCriticBackend(ShardedBackend):
+    """A critic: a backbone with a value head, sharded, and its optimizer.
+
+    Args:
+        model: the same on every rank; sharded in place.
+        mesh, optimizer: see `FsdpBackend`.
+    """
+
+    def __init__(self, model: ValueModel, mesh: DeviceMesh, *, optimizer: OptimizerConfig) -> None:
+        super().__init__(shard(model, model.backbone, ValueScorer(model), mesh), mesh, optimizer=optimizer)
