@@ -403,6 +403,10 @@ class Sleeper:
                 if any(d.fate is Fate.DROPPED for d in plan.decisions):
                     self._look_again()
             on_freed(sum(row.freed_bytes for row in rows))
+            if self._report_leftovers:  # now, before there is a record of each storage to look through as well
+                with watch.stage("account"):
+                    known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
+                    ledger.leftovers = find_leftovers(known, self._backends.keys())
             decisions = [d for d in plan.decisions if d.fate is not Fate.DROPPED]
             with watch.stage("drain"):
                 _drain(decisions)
@@ -410,9 +414,6 @@ class Sleeper:
             self._note_partial(names, need_bytes is not None or only is not None)
             with watch.stage("account"):
                 self._close_ledger(ledger, [*rows, *(s.row() for s in sleepers)], watch)
-                if self._report_leftovers:
-                    known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
-                    ledger.leftovers = find_leftovers(known, self._backends.keys())
             return ledger
 
     def _fall(
