@@ -23,6 +23,7 @@ from torpor.rl.config_cli import (
 )
 
 DISK = {"offload_train_disk_dir": "/d"}
+CHUNK = {"offload_train_disk_chunk_mb": 8}
 GAE = {"algorithm": {"advantages": "gae"}}
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
@@ -74,6 +75,10 @@ def test_refuses_by_name(raw: dict[str, Any], message: str) -> None:
         ({"resume": True}, ("resume", "run_dir")),
         ({"memory": {**DISK, "offload_train": False}}, ("offload_train =", "offload_train_disk_dir")),
         ({"memory": {**DISK, "offload_train_target": "cpu"}}, ("offload_train_target", "offload_train_disk_dir")),
+        ({"memory": {**DISK, "colocate": False}}, ("colocate =", "offload_train_disk_dir")),
+        ({"memory": {**CHUNK, "colocate": False}}, ("colocate =", "offload_train_disk_chunk_mb")),
+        ({"memory": {**CHUNK, "offload_train": False}}, ("offload_train =", "offload_train_disk_chunk_mb")),
+        ({"memory": {**CHUNK, "offload_train_target": "cpu"}}, ("offload_train_target", "offload_train_disk_chunk_mb")),
         ({"task": {"kind": "string", "min_length": 5, "max_length": 2}}, ("task.min_length", "task.max_length")),
     ],
 )  # fmt: skip
@@ -104,6 +109,21 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert config.memory == cfg.MemoryConfig(offload_train=False, offload_train_target="cpu")
     assert config.task == cfg.ReasoningGymTask(dataset="spell_backward")
     assert config.optimizer.learning_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "learners_sleep", "engine_sleeps"),
+    [
+        ("", True, True),
+        ("--colocate", True, True),
+        ("--no-colocate", False, False),
+        ("--no-offload-train", False, True),
+        ("--no-offload-rollout", True, False),
+    ],
+)
+def test_colocate_is_both_offload_flags(flags: str, learners_sleep: bool, engine_sleeps: bool) -> None:
+    memory = parse_run_config(None, flags.split()).memory
+    assert (memory.learners_sleep, memory.engine_sleeps) == (learners_sleep, engine_sleeps)
 
 
 def test_the_command_line_takes_a_file_or_none(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import torch
 from small_jobs import assert_same_tensors, run, small_config
 
 from torpor.report.jsonl import read_jsonl
-from torpor.rl.build import open_job
+from torpor.report.rundir import RunDirectory
+from torpor.rl.build import open_job, sleep_options
+from torpor.rl.config import MemoryConfig
 from torpor.rl.loop import (
     evaluate,
     fall_asleep,
@@ -46,6 +48,7 @@ def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
     [
         {"memory": {"offload_train_target": "cpu"}},
         {"memory": {"offload_rollout": False, "lazy_wake": False}},
+        {"memory": {"offload_train_disk_chunk_mb": 1}},
         {"optimizer": {"name": "sgd"}},
         {"algorithm": {"kl_coefficient": 0.1, "old_log_probs": "actor", "importance_cap": 2.0}},
         {"optimizer": {"name": "muon"}},
@@ -56,7 +59,7 @@ def test_sleeping_changes_no_bit(tmp_path: Path) -> None:
     ids=lambda changes: "-".join(f"{key}={value}" for key, value in next(iter(changes.values())).items())[:40],
 )
 def test_every_choice_sleeps_bit_for_bit(tmp_path: Path, changes: dict[str, dict[str, object]]) -> None:
-    awake_memory = {**changes.get("memory", {}), "offload_train": False}
+    awake_memory = {"colocate": False}
     awake_curve, awake = run(small_config(tmp_path / "awake", **{**changes, "memory": awake_memory}, steps=2))
     assert awake_curve[0]["policy/teaching_groups"] > 0
     asleep_curve, asleep = run(small_config(tmp_path / "asleep", **changes, steps=2))
@@ -184,10 +187,19 @@ def test_engine_and_trainer_agree_on_log_probabilities(tmp_path: Path) -> None:
     assert curve[0]["rollout/ratio_max"] == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("offload_rollout", [True, False])
-def test_the_engine_sleeps_before_the_loop_if_it_may(tmp_path: Path, offload_rollout: bool) -> None:
-    with open_job(small_config(tmp_path, memory={"offload_rollout": offload_rollout})) as job:
-        assert job.engine.asleep == (set(Tag) if offload_rollout else set())
+@pytest.mark.parametrize("colocate", [True, False])
+def test_engine_and_critic_sleep_before_the_loop_if_they_may(tmp_path: Path, colocate: bool) -> None:
+    with open_job(small_config(tmp_path, **PPO, memory={"colocate": colocate})) as job:
+        assert job.engine.asleep == (set(Tag) if colocate else set())
+        assert job.critic is not None
+        assert job.critic.is_asleep is colocate
+
+
+def test_the_file_store_writes_in_the_chunks_that_were_asked_for(tmp_path: Path) -> None:
+    store = sleep_options(MemoryConfig(offload_train_disk_chunk_mb=3), RunDirectory(tmp_path))["store"]
+    assert store.chunk_bytes == 3 * 1024**2
+    assert store.path.is_relative_to(tmp_path / "store")
+    store.close()
 
 
 def test_evaluation_is_greedy_and_held_out(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from torpor.rl.tasks.jsonl import JsonlTask
 from torpor.rl.tasks.reasoning_gym import ReasoningGymTask
 from torpor.rl.tasks.strings import StringTask
 from torpor.rl.warm_start import warm_start
+from torpor.stores.file import FileStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,7 +179,7 @@ def _build_actor(config: cfg.RunConfig, model: PreTrainedModel, recorder: Record
             * algorithm.epochs_per_rollout
         ),
         on_ledger=recorder.ledger,
-        **_sleeping(config.memory, run),
+        **sleep_options(config.memory, run),
     )
 
 
@@ -197,30 +198,33 @@ def _build_critic(
         trainer=config.trainer,
         total_updates=config.steps * config.critic.updates_per_rollout * config.critic.epochs_per_rollout,
         on_ledger=partial(recorder.ledger, learner="critic"),
-        **_sleeping(config.memory, run),
+        **sleep_options(config.memory, run),
     )
     with critic:
         critic.sleep()
         yield critic
 
 
-def _sleeping(memory: cfg.MemoryConfig, run: RunDirectory) -> dict[str, Any]:
+def sleep_options(memory: cfg.MemoryConfig, run: RunDirectory) -> dict[str, Any]:
     """How a learner sleeps: options of `Learner` and its sleeper."""
-    on_disk = memory.offload_train_target == "disk"
     return {
-        "offload": memory.offload_train,
-        "store": "file" if on_disk else "pageable",
-        "store_dir": (memory.offload_train_disk_dir or run.store) if on_disk else None,
+        "offload": memory.learners_sleep,
+        "store": _file_store(memory, run) if memory.offload_train_target == "disk" else "pageable",
         "verify": memory.verify,
         "lazy_wake": memory.lazy_wake,
         "report_leftovers": memory.report_leftovers,
     }
 
 
+def _file_store(memory: cfg.MemoryConfig, run: RunDirectory) -> FileStore:
+    directory, chunk_mb = memory.offload_train_disk_dir or run.store, memory.offload_train_disk_chunk_mb
+    return FileStore(directory) if chunk_mb is None else FileStore(directory, chunk_bytes=chunk_mb * MIB)
+
+
 def _build_engine(config: cfg.RunConfig, model: PreTrainedModel) -> EmbeddedEngine:
     """An engine with memory of its own, asleep if it may be; its weights come with the first update."""
     engine = EmbeddedEngine(copy.deepcopy(model), kv_cache_bytes=config.rollout.kv_cache_mib * MIB, weight_version=None)
-    if config.memory.offload_rollout:
+    if config.memory.engine_sleeps:
         engine.sleep()
     return engine
 

@@ -230,20 +230,35 @@ class CheckpointConfig(Section):
 class MemoryConfig(Section):
     """Who gives memory back, and where the bytes wait."""
 
+    colocate: bool = True
+    """Let actor, critic and engine take turns with the memory; off: nobody sleeps, whatever the next two say."""
     offload_train: bool = True
-    """Put the actor to sleep while the engine generates."""
+    """Put the actor to sleep while the engine generates; with a critic each of the two while the other trains."""
     offload_rollout: bool = True
     """Put the engine to sleep while the actor trains."""
     offload_train_target: Literal["cpu", "disk"] = "disk"
     """Where the sleeping actor's bytes wait. On a machine without a GPU only disk frees memory."""
     offload_train_disk_dir: Path | None = None
     """Directory of the store's file, on a node-local disk; none: inside the run directory."""
+    offload_train_disk_chunk_mb: Positive | None = None
+    """Largest read or write of the store's file, MiB (1024**2 bytes); four buffers of it are held in memory.
+    none: the store's own choice."""
     verify: bool = True
     """Compare a fingerprint of every storage at each wake."""
     lazy_wake: bool = True
     """Start to train when the parameters are back; the optimizer's state follows behind the first passes."""
     report_leftovers: bool = False
     """Name in each ledger what stays in memory and is not the actor's; looks at every Python object."""
+
+    @property
+    def learners_sleep(self) -> bool:
+        """Whether actor and critic give their memory back."""
+        return self.colocate and self.offload_train
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the engine gives its memory back."""
+        return self.colocate and self.offload_rollout
 
 
 class ReportConfig(Section):
@@ -364,16 +379,18 @@ def _critic_clashes(config: RunConfig) -> Iterator[str]:
 
 
 def _memory_clashes(memory: MemoryConfig) -> Iterator[str]:
-    directory = memory.offload_train_disk_dir
-    if directory is None:
-        return
-    if not memory.offload_train:
-        yield (
-            f"offload_train = false and offload_train_disk_dir = {directory} clash: "
-            "an actor that never sleeps has no store"
-        )
-    if memory.offload_train_target != "disk":
-        yield (
-            f"offload_train_disk_dir = {directory} and offload_train_target = {memory.offload_train_target} "
-            "clash: a directory is used with target disk only"
-        )
+    options = {
+        "offload_train_disk_dir": memory.offload_train_disk_dir,
+        "offload_train_disk_chunk_mb": memory.offload_train_disk_chunk_mb,
+    }
+    for name, value in options.items():
+        if value is None:
+            continue
+        if not memory.learners_sleep:
+            switch = "offload_train" if memory.colocate else "colocate"
+            yield f"{switch} = false and {name} = {value} clash: an actor that never sleeps has no store"
+        if memory.offload_train_target != "disk":
+            yield (
+                f"{name} = {value} and offload_train_target = {memory.offload_train_target} clash: "
+                "it is used with target disk only"
+            )

@@ -114,7 +114,7 @@ def wake_engine(job: Job) -> None:
 
 def sleep_engine(job: Job) -> None:
     """The engine's memory given back, if it may."""
-    if job.config.memory.offload_rollout:
+    if job.config.memory.engine_sleeps:
         with job.recorder.phase("engine_sleep"):
             job.engine.sleep()
     note_who_sleeps(job)
