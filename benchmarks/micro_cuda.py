@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from torpor.fingerprint import fingerprints
+from torpor.memory import allocator
 from torpor.memory.base import byte_view
-from torpor.memory.cuda import live_blocks
 from torpor.memory.kernel import available_bytes
 from torpor.memory.vmm import pool, vmm_backend
 from torpor.memory.vmm_library import vmm_library
@@ -80,7 +80,7 @@ def measure_vmm() -> dict[str, Any]:
             mapped.append(t2 - t1)
         row["unmap_s"], row["map_s"] = [round(s, 5) for s in unmap], [round(s, 5) for s in mapped]
         t0 = time.perf_counter()
-        live_blocks(table["address"], table["address"] + table["nbytes"])
+        allocator.look()
         t1 = time.perf_counter()
         backend.refresh()
         t2 = time.perf_counter()
@@ -94,7 +94,7 @@ def measure_vmm() -> dict[str, Any]:
         backend.restore(held)
         t6 = time.perf_counter()
         times = {
-            "live_blocks": t1 - t0,
+            "look": t1 - t0,
             "refresh": t2 - t1,
             "refusals": t4 - t3,
             "release": t5 - t4,

@@ -11,6 +11,7 @@
     │   └── UnsafeStoreError                 a directory or file that must not be trusted
     ├── CorruptError (RuntimeError)          bytes came back different
     ├── MemoryBackendError (RuntimeError)    memory could not be given back or taken again
+    │   └── DriverError                      the CUDA driver refused; its code inside
     ├── RankError (RuntimeError)             another rank cannot, is late or has ended; names it
     │   └── DesyncError (ValueError)         ranks made different calls
     └── UnsupportedError (RuntimeError)      this version, device or setting cannot do it
@@ -138,6 +139,16 @@ class CorruptError(TorporError, RuntimeError):
 
 class MemoryBackendError(TorporError, RuntimeError):
     """A memory backend could not give memory back or take it again; the message has the cause."""
+
+
+class DriverError(MemoryBackendError):
+    """The CUDA driver refused."""
+
+    code: int
+    """The driver's; negative ones are of `_vmm.c` itself."""
+    call: str
+    """The function that failed."""
+    device: str
 
 
 class RankError(TorporError, RuntimeError):

@@ -19,13 +19,13 @@ from torch import nn
 import torpor.memory
 from contracts.memory_contract import MemoryContract
 from gpu import DEVICE, GIB, MIB, Actor, bits, poison, same, storages, used_bytes
-from torpor.errors import NotEnoughMemoryError, StateError
+from torpor.errors import DriverError, NotEnoughMemoryError, StateError
 from torpor.memory import cuda
 from torpor.memory.base import byte_view
 from torpor.memory.cuda import self_test
 from torpor.memory.pool import Pools
 from torpor.memory.vmm import VmmBackend, pool, vmm_backend
-from torpor.memory.vmm_library import DriverError, VmmLibrary, vmm_library
+from torpor.memory.vmm_library import VmmLibrary, vmm_library
 
 
 def zoo() -> list[torch.Tensor]:
@@ -375,7 +375,8 @@ def test_under_every_allocator_setting_it_works_or_says_why_not(setting):
         """
         import sys, torch
         from torpor.errors import UnsupportedError
-        from torpor.memory.cuda import allocator_settings, self_test
+        from torpor.memory.allocator import settings as allocator_settings
+        from torpor.memory.cuda import self_test
         from torpor.memory.vmm import pool, vmm_backend
         try:
             with pool():

@@ -28,20 +28,18 @@ def refusal(backend: CudaResizeBackend, storage: CudaStorage) -> str | None:
     return backend.refusal(cast(torch.UntypedStorage, storage))
 
 
-def segments(*pools: tuple[int, int]) -> list[dict[str, tuple[int, int]]]:
-    return [{"segment_pool_id": pool} for pool in pools]
-
-
 def test_ordinary_storages_are_taken_and_foreign_ones_refused() -> None:
     assert refusal(CudaResizeBackend(), CudaStorage()) is None
     assert "cannot resize" in (refusal(CudaResizeBackend(), CudaStorage(can_resize=False)) or "")
 
 
-def test_a_private_pool_that_is_not_ours_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = CudaResizeBackend(lambda: {(0, 5)})
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments((0, 0), (0, 5)))
+def test_a_private_pool_that_is_not_ours_is_a_reason() -> None:
+    foreign: set[tuple[int, int]] = set()
+    backend = CudaResizeBackend(lambda: foreign)
     backend.refresh()
     assert refusal(backend, CudaStorage()) is None
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments((0, 0), (0, 5), (0, 6)))
+    foreign.add((0, 6))
+    assert refusal(backend, CudaStorage()) is None, "as of the last look"
     backend.refresh()
+    assert backend.graphs_may_live()
     assert "CUDA graph" in (refusal(backend, CudaStorage()) or "")

@@ -13,7 +13,7 @@ from fake_gpu import MIB, Rig, needs_cc
 
 from torpor.errors import MemoryBackendError, NotEnoughMemoryError
 from torpor.memory import vmm
-from torpor.memory.cuda import Blocks
+from torpor.memory.allocator import BLOCK, SEGMENT, Snapshot
 from torpor.memory.pool import PoolState
 from torpor.memory.vmm import VmmBackend
 
@@ -41,30 +41,27 @@ class Allocator:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.blocks: list[tuple[int, int, int]] = []
-        self.pieces: list[tuple[int, int]] = []
+        self.blocks: list[tuple[int, int]] = []
+        self.pieces: list[tuple[int, int, int]] = []
 
     def piece(self, nbytes: int, pool: int = 0) -> int:
         address = self.rig.malloc(nbytes)
-        self.pieces.append((address, pool))
+        self.pieces.append((address, nbytes, pool))
         return address
 
-    def block(self, address: int, nbytes: int, pool: int = 0) -> Storage:
-        self.blocks.append((address, nbytes, pool))
+    def block(self, address: int, nbytes: int) -> Storage:
+        self.blocks.append((address, nbytes))
         ctypes.memset(address, len(self.blocks) % 251, 64)
         return Storage(address, nbytes)
 
-    def live_blocks(self, begin: np.ndarray, end: np.ndarray) -> Blocks:
-        def stretch(address: int) -> int:
-            at = int(np.searchsorted(begin, address, side="right")) - 1
-            assert begin[at] <= address < end[at]
-            return at
-
+    def look(self) -> Snapshot:
+        """Each piece is a segment, and blocks lie in them."""
+        pieces = sorted(self.pieces)
+        segments = np.array([(a, n, 0, pool) for a, n, pool in pieces], SEGMENT)
         rows = sorted(self.blocks)
-        columns = [(a, n, n, stretch(a), p) for a, n, p in rows]
-        table = np.array(columns, np.int64).reshape(-1, 5).T
-        homes = [sorted({stretch(a) for a, pool in self.pieces if pool == i}) for i in range(2)]
-        return Blocks(*table, [(0, 1), (0, 2)], homes)
+        at = np.searchsorted(segments["address"], [a for a, _ in rows], side="right") - 1
+        blocks = np.array([(a, n, n, segment) for (a, n), segment in zip(rows, at.tolist(), strict=True)], BLOCK)
+        return Snapshot(segments, blocks, [(0, 1), (0, 2)])
 
 
 class Pools:
@@ -92,8 +89,8 @@ def world(compiled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Monke
     library, driver = (Path(shutil.copy(path, tmp_path)) for path in compiled)
     rig = Rig(library, driver)
     allocator, pools = Allocator(rig), Pools()
-    monkeypatch.setattr(vmm, "live_blocks", allocator.live_blocks)
-    monkeypatch.setattr(vmm.cuda, "borrow", lambda address, nbytes, device: Storage(address, nbytes, device))
+    monkeypatch.setattr(vmm.allocator, "look", allocator.look)
+    monkeypatch.setattr(vmm.allocator, "borrow", lambda address, nbytes, device: Storage(address, nbytes, device))
     monkeypatch.setattr(vmm.cuda, "free_bytes", lambda device: 12345)
     return World(VmmBackend(rig.vmm, pools), allocator, rig, pools)
 
@@ -137,7 +134,7 @@ def test_a_live_block_that_nobody_knows_holds_its_extent_until_it_sleeps(world: 
 def test_cached_free_memory_goes_and_comes_with_its_pool(world: World) -> None:
     used = world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
     world.allocator.piece(48 * MIB)
-    other = world.allocator.block(world.allocator.piece(36 * MIB, pool=1), 36 * MIB, pool=1)
+    other = world.allocator.block(world.allocator.piece(36 * MIB, pool=1), 36 * MIB)
     assert world.backend.release([used]) == 88 * MIB
     assert mapped(world) == [False, False, True]
     assert world.backend.needed_bytes([used]) == 88 * MIB
@@ -212,10 +209,10 @@ def test_memory_taken_after_the_last_look_is_looked_at(world: World) -> None:
 
 def test_the_states_of_pools(world: World) -> None:
     first = world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
-    world.allocator.block(world.allocator.piece(40 * MIB, pool=1), 40 * MIB, pool=1)
+    world.allocator.block(world.allocator.piece(40 * MIB, pool=1), 40 * MIB)
     states = world.pools.states
     assert states(0) == {(0, 1): PoolState.AWAKE, (0, 2): PoolState.AWAKE}
     world.backend.release([first])
     assert states(0) == {(0, 1): PoolState.ASLEEP, (0, 2): PoolState.AWAKE}
-    world.allocator.blocks = [block for block in world.allocator.blocks if block[2] == 1]
+    world.allocator.blocks = world.allocator.blocks[1:]
     assert states(0) == {(0, 1): PoolState.DEAD, (0, 2): PoolState.AWAKE}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fake_gpu import MIB, PAGE, SAMPLE, SOURCE, Rig, needs_cc
 
-from torpor.errors import UnsupportedError
-from torpor.memory.vmm_library import DriverError, VmmLibrary, vmm_library
+from torpor.errors import DriverError, UnsupportedError
+from torpor.memory.vmm_library import VmmLibrary, vmm_library
 
 pytestmark = needs_cc
 

@@ -58,4 +58,4 @@ def _on_gpus() -> list[MemoryBackend]:
         vmm = vmm_backend()
     except UnsupportedError:  # `memory="vmm"` and `torpor.pool()` say why; here the next best will do
         return [CudaResizeBackend()]
-    return [vmm, CudaResizeBackend(vmm.pool_ids)]
+    return [vmm, CudaResizeBackend(vmm.foreign_pools)]  # vmm looks first

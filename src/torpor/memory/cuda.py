@@ -1,25 +1,15 @@
-"""What the CUDA driver and torch's caching allocator say: free bytes, live blocks, effective settings."""
+"""What the CUDA driver says: free bytes, bytes of this process, and whether a backend gives memory back."""
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Set
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from torpor.errors import MemoryBackendError, UnsupportedError
+from torpor.memory import allocator
 from torpor.memory.base import MemoryBackend, byte_view
-
-Int64s = npt.NDArray[np.int64]
-
-#: The one block state whose contents somebody may still read. `active_awaiting_free` was freed by its owner.
-_LIVE = "active_allocated"
 
 _SELF_TEST_BYTES = 64 * 1024**2
 _SELF_TEST_TRIES = 3
@@ -64,93 +54,6 @@ def _nvml_used_bytes(index: int) -> int:
     return sum(p.usedGpuMemory or 0 for p in processes if p.pid == os.getpid())
 
 
-PoolId = tuple[int, int]
-
-#: The allocator's id of the pool that is nobody's in particular.
-_COMMON_POOL = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The live blocks in some stretches of memory, sorted by address; one array element a block.
-
-    Example: `Blocks(address=[0x7f00, 0x8f00], nbytes=[512, 1024], requested=[400, 1024], stretch=[0, 0],
-    pool=[0, 0], pools=[(0, 1)], homes=[[0]])`.
-    """
-
-    address: Int64s
-    nbytes: Int64s
-    """Bytes of the block, the allocator's rounding included."""
-    requested: Int64s
-    """Bytes that were asked for: those of the storage that owns the block."""
-    stretch: Int64s
-    """Index of the stretch it lies in."""
-    pool: Int64s
-    """Index of its memory pool in `pools`."""
-    pools: list[PoolId]
-    """The memory pools that have segments in the stretches, with live blocks or without."""
-    homes: list[list[int]]
-    """For each of the pools, the stretches its segments lie in."""
-
-
-def live_blocks(begin: Int64s, end: Int64s) -> Blocks:
-    """The live blocks in the stretches `begin[i]` to `end[i]` (sorted, not overlapping), by torch's account."""
-    begins, ends = begin.tolist(), end.tolist()
-    index: dict[PoolId, int] = {}
-    homes: list[set[int]] = []
-    # plain lists of numbers: a tuple a block would wake the garbage collector
-    columns: tuple[list[int], ...] = ([], [], [], [], [])
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        at = bisect_right(begins, segment["address"]) - 1
-        if at < 0 or segment["address"] >= ends[at]:
-            continue
-        pool = index.setdefault(tuple(segment["segment_pool_id"]), len(index))
-        if pool == len(homes):
-            homes.append(set())
-        homes[pool].add(at)
-        live = [block for block in segment["blocks"] if block["state"] == _LIVE]
-        columns[0].extend([block["address"] for block in live])
-        columns[1].extend([block["size"] for block in live])
-        columns[2].extend([block["requested_size"] for block in live])
-        columns[3].extend([at] * len(live))
-        columns[4].extend([pool] * len(live))
-    table = np.array(columns, np.int64)
-    address, nbytes, requested, stretch, pool_of = table[:, np.argsort(table[0])]
-    return Blocks(address, nbytes, requested, stretch, pool_of, list(index), [sorted(home) for home in homes])
-
-
-def graphs_may_live(ours: Set[PoolId]) -> bool:
-    """Whether the allocator has a private pool besides `ours`: each capture of a graph has one.
-
-    `ours` are pools in which no graph was captured, whatever their segments look like.
-    """
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return bool({tuple(segment["segment_pool_id"]) for segment in segments} - ours - {_COMMON_POOL})
-
-
-def borrow(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage over device memory that somebody else owns: an address for what has no tensor here."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return cast(torch.UntypedStorage, storage)  # the stub names the old class
-
-
-def allocator_settings() -> dict[str, Any]:
-    """The allocator's effective settings, from the allocator itself, not from environment variables."""
-    settings: dict[str, Any] = dict(torch.cuda.memory._snapshot()["allocator_settings"])
-    settings["backend"] = torch.cuda.get_allocator_backend()
-    return settings
-
-
-def require_native_allocator() -> None:
-    """Raise UnsupportedError under an allocator that has no pools of ours."""
-    backend = torch.cuda.get_allocator_backend()
-    if backend != "native":
-        raise UnsupportedError(
-            f"torch's CUDA allocator is '{backend}', which cannot give the memory of single storages back. "
-            "Remove 'backend:' from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
-        )
-
-
 def self_test(backend: MemoryBackend, storage: torch.UntypedStorage) -> None:
     """Put one storage of at least 64 MiB to sleep and wake it, and see that the driver got its memory back.
 
@@ -171,7 +74,7 @@ def self_test(backend: MemoryBackend, storage: torch.UntypedStorage) -> None:
                 return
     raise UnsupportedError(
         f"memory backend {backend.name} failed its self-test: {refusal}. The allocator's settings are "
-        f"{allocator_settings()}; 'expandable_segments:True' or a 'backend:' in PYTORCH_ALLOC_CONF or "
+        f"{allocator.settings()}; 'expandable_segments:True' or a 'backend:' in PYTORCH_ALLOC_CONF or "
         "PYTORCH_CUDA_ALLOC_CONF are the usual causes"
     )
 

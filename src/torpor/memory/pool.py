@@ -11,7 +11,7 @@ from enum import Enum, auto
 import torch
 
 from torpor.errors import StateError
-from torpor.memory.cuda import PoolId
+from torpor.memory.allocator import PoolId
 from torpor.memory.vmm_library import VmmLibrary
 
 

@@ -7,29 +7,24 @@ views are not, they hold the storage. Reading a released storage fails or crashe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
 from torpor.errors import MemoryBackendError
+from torpor.memory.base import MemoryBackend
 from torpor.memory.host import HostBackend
 
 
-class ResizeBackend(HostBackend):
-    """See the module's docstring."""
+class Resizing(MemoryBackend):
+    """What is the same on every device."""
 
-    name = "resize"
-    keeps_address = False
-    restores_zeros = False
+    name: ClassVar[str] = "resize"
+    keeps_address: ClassVar[bool] = False
+    restores_zeros: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
-
-    def refusal(self, storage: torch.UntypedStorage) -> str | None:
-        if storage.is_shared():
-            return "shared or file-mapped memory: others may read it"
-        if not storage.resizable():
-            return "a storage that torch cannot resize: it belongs to a file, a buffer or another library"
-        return None
 
     def releasable_bytes(self, storage: torch.UntypedStorage) -> int:
         return storage.nbytes()
@@ -63,3 +58,14 @@ class ResizeBackend(HostBackend):
 
     def needed_bytes(self, storages: Sequence[torch.UntypedStorage]) -> int:
         return sum(self._sizes.get(storage._cdata, 0) for storage in storages)
+
+
+class ResizeBackend(Resizing, HostBackend):
+    """On the CPU."""
+
+    def refusal(self, storage: torch.UntypedStorage) -> str | None:
+        if storage.is_shared():
+            return "shared or file-mapped memory: others may read it"
+        if not storage.resizable():
+            return "a storage that torch cannot resize: it belongs to a file, a buffer or another library"
+        return None

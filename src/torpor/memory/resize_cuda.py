@@ -10,30 +10,32 @@ whether it was sent to another process: such a one must not sleep here.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from typing import ClassVar
 
 import torch
 
-from torpor.memory import cuda
-from torpor.memory.cuda import PoolId
-from torpor.memory.resize import ResizeBackend
+from torpor.memory import allocator
+from torpor.memory.allocator import PoolId
+from torpor.memory.gpu import GpuBackend
+from torpor.memory.resize import Resizing
 
 
-class CudaResizeBackend(ResizeBackend):
+def private_pools() -> set[PoolId]:
+    """The allocator's private pools, by a look of its own."""
+    return allocator.look().private_pools()
+
+
+class CudaResizeBackend(Resizing, GpuBackend):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "resize"
-    device_type: ClassVar[str] = "cuda"
-
-    def __init__(self, ours: Callable[[], Set[PoolId]] = frozenset) -> None:
-        """`ours`: ids of the pools in which no graph was captured, whatever their segments look like."""
+    def __init__(self, foreign_pools: Callable[[], Set[PoolId]] = private_pools) -> None:
+        """`foreign_pools`: ids of the private pools in which a graph may have been captured, asked at `refresh`."""
         super().__init__()
-        self._ours = ours
+        self._foreign_pools = foreign_pools
         self._graphs_may_live = False
 
     def refresh(self) -> None:
         """Look for private pools in the allocator's own account."""
-        self._graphs_may_live = cuda.graphs_may_live(self._ours())
+        self._graphs_may_live = bool(self._foreign_pools())
 
     def graphs_may_live(self) -> bool:
         return self._graphs_may_live
@@ -48,12 +50,3 @@ class CudaResizeBackend(ResizeBackend):
         if not storage.resizable():
             return "a storage that torch cannot resize: it belongs to another process or another library"
         return None
-
-    def free_bytes(self, device: torch.device) -> int:
-        return cuda.free_bytes(device)
-
-    def used_bytes(self, device: torch.device) -> int:
-        return cuda.used_bytes(device)
-
-    def settle(self) -> None:
-        torch.cuda.empty_cache()

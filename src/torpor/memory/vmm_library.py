@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torpor.errors import MemoryBackendError, UnsupportedError, gib
+from torpor.errors import DriverError, UnsupportedError, gib
 
 DRIVER_LIBRARY = "libcuda.so.1"
 
@@ -49,14 +49,6 @@ class _Failure(ctypes.Structure):
         ("address", ctypes.c_uint64),
         ("nbytes", ctypes.c_uint64),
     )
-
-
-class DriverError(MemoryBackendError):
-    """The CUDA driver refused; `code` is its code, `call` the function that failed."""
-
-    code: int
-    call: str
-    device: str
 
 
 class VmmLibrary:
