@@ -124,8 +124,14 @@ class Falling:
         self.stuck: list[Sleeping] = []
         """After a failure whose roll-back failed as well: what is asleep all the same."""
 
-    def run(self, decisions: Sequence[Decision], batch_bytes: int, on_freed: Callable[[int], None]) -> list[Sleeping]:
-        """Copy and free `decisions`, at least `batch_bytes` at a time.
+    def run(
+        self,
+        decisions: Sequence[Decision],
+        batch_bytes: int,
+        on_freed: Callable[[int], None],
+        last: Callable[[], None] = lambda: None,
+    ) -> list[Sleeping]:
+        """Copy and free `decisions`, at least `batch_bytes` at a time; then call `last`, whose failure counts too.
 
         Raises whatever went wrong, after everything that this call freed is back in place. Several ranks vote
         after each step, also those that have nothing to move: let them go in one batch.
@@ -140,6 +146,7 @@ class Falling:
                 with self._agreed.stage("free"):
                     freed_bytes = self._free(batch)
                 on_freed(freed_bytes)
+            last()
         except BaseException as error:
             self._roll_back(error)
             raise
@@ -290,6 +297,6 @@ def _move_unless_rebuilt_alike(sleeping: Sleeping) -> None:
         return
     entry.rebuild.fn(scratch, *entry.rebuild.sources)
     rebuilt, kept = fingerprints([byte_view(scratch.untyped_storage()), byte_view(entry.storage)])
-    if rebuilt != kept:
+    if not entry.rebuild.agree(rebuilt == kept):
         sleeping.decision.fate = Fate.MOVED
         sleeping.decision.reason = "its rebuild does not give the bits it has"

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from torpor import fingerprint, transfer_cuda
 from torpor.agreement import DEFAULT_TIMEOUT_S, Agreement, Alone, Round, Rounds
 from torpor.background import Handle
+from torpor.comms import COMPONENT, Groups
 from torpor.errors import AsleepError, ClosedError, UsageError
 from torpor.falling import STORED, Falling, Sleeping, drop_caches
 from torpor.guards import Guards
@@ -56,7 +57,7 @@ _Optimizer = torch.optim.Optimizer | MegatronOptimizer
 _Names = frozenset[str] | None
 
 #: Component names that may be asked for although nothing in them exists yet.
-_KNOWN = ("params", "adapters", "grads", "optimizer", "buffers", "caches")
+_KNOWN = ("params", "adapters", "grads", "optimizer", "buffers", "caches", "comms")
 #: What a lazy wake may bring later: nothing before `Optimizer.step` reads it.
 _LATER = (Role.MASTER, Role.MOMENT)
 #: A sleep that does not block frees at least this much at a time.
@@ -97,6 +98,7 @@ class Sleeper:
         group: the ranks that sleep and wake together: a call succeeds on all of them or changes nothing on any, and
             then each gets a `RankError` that names the culprit. All make the same calls in the same order.
         agree_timeout_s: how long each step of such a call waits for the slowest rank.
+        comms: process groups whose device memory goes too, as the component `comms`: last to sleep, last to wake.
 
     Raises:
         UsageError: an option that cannot be, with the ones that can.
@@ -123,6 +125,7 @@ class Sleeper:
         report_leftovers: bool = True,
         group: ProcessGroup | None = None,
         agree_timeout_s: float = DEFAULT_TIMEOUT_S,
+        comms: Groups | None = None,
     ) -> None:
         optimizers, wrappers = unwrapped(_by_name(optimizer, "optimizer"))
         self._actor = Actor(
@@ -144,6 +147,7 @@ class Sleeper:
         )
         self._keep = frozenset(self._names(keep) or ())
         self._agreement: Rounds = Alone() if group is None else Agreement(group, agree_timeout_s)
+        self._comms = comms if comms is not None else Groups({}, mode="keep")
         self._store = open_store(store, store_dir)
         self._shelf = Shelf(self._store)
         self._undo = [rule.attach(self._actor) for rule in self._rules]
@@ -220,7 +224,8 @@ class Sleeper:
             chosen = [s for name, group in self._asleep.items() if names is None or name in names for s in group]
             later = _later(chosen) if lazy else []
             call = f"wake({_in_words(names)}, lazy={lazy})"
-            ledger = self._wake([s for s in chosen if s not in later] if later else chosen, wait_s, call)
+            comms = self._of_comms(names)
+            ledger = self._wake([s for s in chosen if s not in later] if later else chosen, wait_s, call, comms)
             if later or (lazy and not isinstance(self._agreement, Alone)):  # others may have something left
                 self._background = Handle("wake", lambda _: self._wake(later, wait_s, f"the rest of {call}"))
             return ledger
@@ -257,7 +262,8 @@ class Sleeper:
             return
         self._settle()
         with self._lock:
-            self._wake([s for group in self._asleep.values() for s in group], 0.0)
+            call = "close()" if self._comms.is_asleep else None  # no rank can connect by itself
+            self._wake([s for group in self._asleep.values() for s in group], 0.0, call, self._comms)
             self._closed = True
             self._guards.disarm()
             for undo in reversed(self._undo):
@@ -274,6 +280,7 @@ class Sleeper:
     def asleep(self, components: Components = None) -> Iterator[Self]:
         """`components` sleep inside the block; afterwards, on exceptions too, what the block found is restored."""
         before = self._asleep_keys()
+        comms = None if self._comms.is_asleep else self._of_comms(self._names(components))
         self.sleep(components)
         try:
             yield self
@@ -291,6 +298,7 @@ class Sleeper:
                     ],
                     0.0,
                     f"the end of asleep({_in_words(names)})",
+                    comms,
                 )
 
     @contextmanager
@@ -298,6 +306,8 @@ class Sleeper:
         """`components` are awake inside the block; afterwards, on exceptions too, what slept before sleeps again."""
         names = self._names(components)
         before = {name: set(self._keys(group)) for name, group in self._asleep.items()}
+        if self._comms.is_asleep:
+            before[COMPONENT] = set()
         partly = set(self._partly)
         self.wake(components)
         try:
@@ -314,7 +324,7 @@ class Sleeper:
     @property
     def is_asleep(self) -> bool:
         """Whether any component, or a part of one, sleeps."""
-        return bool(self._asleep)
+        return bool(self._asleep) or self._comms.is_asleep
 
     def components(self) -> dict[str, State]:
         """The state of every component that has storages, now."""
@@ -322,6 +332,8 @@ class Sleeper:
             states = dict.fromkeys(self._inventory().by_component(), State.AWAKE)
             for name in self._asleep:
                 states[name] = State.PARTLY if name in self._partly else State.ASLEEP
+            if self._comms.names:
+                states[COMPONENT] = State.ASLEEP if self._comms.is_asleep else State.AWAKE
         handle = self._background
         if handle is not None and not handle.done:
             return {name: State.WAKING if state is not State.AWAKE else state for name, state in states.items()}
@@ -389,7 +401,9 @@ class Sleeper:
             self._require_open()
             watch = Stopwatch()
             before_bytes = self._used_bytes()
-            agreed = self._agreement.begin(f"sleep({_in_words(names)}, need_bytes={need_bytes})", watch)
+            comms = None if need_bytes is not None or only is not None else self._of_comms(names)
+            ways = "" if comms is None else f", comms={comms.mode}"
+            agreed = self._agreement.begin(f"sleep({_in_words(names)}, need_bytes={need_bytes}{ways})", watch)
             with agreed.stage("plan"):
                 with watch.stage("drop"):
                     rows = reshard(self._actor)
@@ -410,7 +424,11 @@ class Sleeper:
             decisions = [d for d in plan.decisions if d.fate is not Fate.DROPPED]
             with watch.stage("drain"):
                 _drain(decisions)
-            sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed)
+
+            def rest_comms() -> None:
+                rows.extend(comms.sleep(agreed, watch) if comms is not None else ())
+
+            sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed, rest_comms)
             self._note_partial(names, need_bytes is not None or only is not None)
             with watch.stage("account"):
                 self._close_ledger(ledger, [*rows, *(s.row() for s in sleepers)], watch)
@@ -423,6 +441,7 @@ class Sleeper:
         agreed: Round,
         batch_bytes: int,
         on_freed: Callable[[int], None],
+        last: Callable[[], None],
     ) -> list[Sleeping]:
         going = [d for d in decisions if d.backend is not None]
         staying = [Sleeping(d) for d in decisions if d.backend is None]
@@ -431,7 +450,7 @@ class Sleeper:
         if not isinstance(agreed, Alone):
             batch_bytes = _ALL_AT_ONCE  # nothing is freed anywhere before everything is copied everywhere
         try:
-            sleepers = falling.run(going, batch_bytes, on_freed)
+            sleepers = falling.run(going, batch_bytes, on_freed, last)
         except BaseException:
             self._adopt(falling.stuck)
             self._arm()
@@ -439,13 +458,20 @@ class Sleeper:
         self._adopt([*sleepers, *(s for s in staying if s.decision.entry.component not in self._keep)])
         return [*sleepers, *staying]
 
-    def _wake(self, sleepers: Sequence[Sleeping], wait_s: float, call: str | None = None) -> Ledger:
+    def _wake(
+        self, sleepers: Sequence[Sleeping], wait_s: float, call: str | None, comms: Groups | None = None
+    ) -> Ledger:
         """`call` is what the other ranks must call as well; None: this rank wakes alone."""
         with self._lock, collector_paused():
             self._require_open()
             watch = Stopwatch()
             agreed: Round = Alone() if call is None else self._agreement.begin(call, watch)
             ledger = self._open_ledger("wake")
+            rows: list[Row] = []
+
+            def use_comms() -> None:
+                rows.extend(comms.wake(agreed, watch) if comms is not None else ())
+
             wake_up(
                 sleepers,
                 self._store,
@@ -454,12 +480,13 @@ class Sleeper:
                 resolve=self._reader(but={id(s) for s in sleepers if s.fate in STORED}).tensor,
                 verify=self._verify,
                 wait_s=wait_s,
+                last=use_comms,
             )
             self._release(sleepers)
             for sleeping in sleepers:
                 sleeping.copied_bytes = sleeping.place.slot.nbytes if sleeping.place is not None else 0
             with watch.stage("account"):
-                self._close_ledger(ledger, [s.row() for s in sleepers], watch)
+                self._close_ledger(ledger, [*(s.row() for s in sleepers), *rows], watch)
             return ledger
 
     def _plan(self, names: _Names, need_bytes: int | None, only: Collection[int] | None = None) -> Plan:
@@ -622,6 +649,11 @@ class Sleeper:
         unknown = (names or frozenset()) | self._keep
         if not unknown <= known:
             raise UsageError(f"unknown component {sorted(unknown - known)}; there are {sorted(known)}")
+
+    def _of_comms(self, names: _Names) -> Groups | None:
+        """The process groups, if `names` asks for them, there are any, and they are not to be kept."""
+        asked = (names is None or COMPONENT in names) and COMPONENT not in self._keep
+        return self._comms if asked and self._comms.names else None
 
     def _require_open(self) -> None:
         if self._closed:

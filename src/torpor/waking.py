@@ -33,8 +33,12 @@ def wake_up(
     resolve: Resolve,
     verify: bool,
     wait_s: float,
+    last: Callable[[], None] = lambda: None,
 ) -> None:
     """Memory and contents of `sleepers` come back on every rank that agrees, or nothing does.
+
+    Args:
+        last: called when everything is back; its failure counts too.
 
     Raises:
         NotEnoughMemoryError: the memory was not free within `wait_s` seconds.
@@ -57,6 +61,7 @@ def wake_up(
             if verify:
                 with stopwatch.stage("verify"):
                     _verify(sleepers)
+        last()
     except BaseException:
         _fall_back(groups)
         raise
