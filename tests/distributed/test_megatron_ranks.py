@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from stand_ins import megatron as mc
 from torch import nn
 
+from stand_ins import megatron as mc
 from torpor import Sleeper
 from torpor.kinds import Fate
 

@@ -37,6 +37,8 @@ class Rebuild:
 
     fn: Callable[..., None]
     sources: tuple[torch.Tensor, ...]
+    agree: Callable[[bool], bool] = bool
+    """Whether a rebuild that gave the right bits here did so on every rank that takes part in `fn`."""
 
 
 class Standing(IntEnum):

@@ -1,7 +1,8 @@
 """What Megatron-Core's data parallelism holds: the flat buffers behind parameters and gradients.
 
 A gradient buffer is dead, and `zeroed`, from the end of a step to the beginning of the next. A parameter
-buffer can be `rebuilt` from the fp32 masters, whose rounded values the step itself wrote there. The library is never imported here: whoever hands over one of its models has imported it. Read in 0.19.2.
+buffer can be `rebuilt` from the fp32 masters, whose rounded values the step itself wrote there. The library is
+never imported here: whoever hands over one of its models has imported it. Read in 0.19.2.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]
     missing = _missing(buffer, spans, names)
     if missing:
         return Uncovered(f"{_NO_MASTER} {missing}")
-    return Rebuild(_Refill(buffer, spans), tuple(piece.master for piece in found))
+    refill = _Refill(buffer, spans)
+    return Rebuild(refill, tuple(piece.master for piece in found), refill.agree)
 
 
 def _cast(out: torch.Tensor, master: torch.Tensor) -> None:
@@ -61,6 +62,7 @@ class _Refill:
         self._spans = tuple(spans)
         self._buckets = tuple(_bucket_spans(buffer))
         self._group = buffer.data_parallel_group
+        self._device = buffer.param_data.device
 
     def __call__(self, out: torch.Tensor, *masters: torch.Tensor) -> None:
         flat = out.view(-1)
@@ -71,10 +73,24 @@ class _Refill:
             for begin, end in self._buckets:
                 self._gather(flat[begin:end])
 
+    def agree(self, alike: bool) -> bool:
+        """Whether the bits were right on every rank: one that moves them would leave the others waiting at wake."""
+        if self._group.size() == 1:
+            return alike
+        wrong = torch.tensor([not alike], dtype=torch.int32, device=self._device)
+        distributed.all_reduce(wrong, group=self._group)
+        return not wrong.item()
+
     def _gather(self, bucket: torch.Tensor) -> None:
-        """All ranks' shards of one bucket, as the step's own parameter gather does it."""
-        own = bucket.view(self._group.size(), -1)[self._group.rank()].clone()
-        distributed.all_gather_into_tensor(bucket, own, group=self._group)
+        """All ranks' shards of one bucket, as the step's own parameter gather does it.
+
+        On the device of the buffer also for a host copy: the group may not work on the host.
+        """
+        own = bucket.view(self._group.size(), -1)[self._group.rank()].to(self._device, copy=True)
+        whole = bucket if bucket.device == self._device else torch.empty_like(bucket, device=self._device)
+        distributed.all_gather_into_tensor(whole, own, group=self._group)
+        if whole is not bucket:
+            bucket.copy_(whole)
 
 
 def _span(part: torch.Tensor, flat: torch.Tensor) -> _Span:
