@@ -77,6 +77,17 @@ def test_the_first_update_is_the_plain_policy_gradient(actor: Actor) -> None:
         torch.testing.assert_close(new.detach(), old - scale * grad, rtol=1e-4, atol=1e-6)
 
 
+def test_a_gradient_that_is_no_number_steps_nothing(actor: Actor) -> None:
+    batch = batch_for(actor)
+    with torch.no_grad():
+        model_of(actor).get_input_embeddings().weight[batch.groups[0].tokens.prompt_ids[0]] = torch.nan
+    before = {name: p.detach().clone() for name, p in model_of(actor).named_parameters()}
+    with pytest.raises(RuntimeError, match="gradient norm is nan; nothing was stepped"):
+        actor.train(batch)
+    for name, parameter in model_of(actor).named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_group_with_equal_rewards_counts_but_is_not_computed(tmp_path: Path) -> None:
     """Against the same batch whose idle group got rewards that differ by less than the loss can show."""
     weights = []

@@ -83,6 +83,8 @@ def test_resumes_to_the_bit(tmp_path: Path, optimizer: str, changes: dict[str, A
             with job.recorder.step(step):
                 run_step(job, step)
     torch.rand(3)  # a new process has another random state
+    with open_job(small_config(tmp_path / "parts", steps=4, resume=True, **options)) as job:
+        assert job.critic is None or job.critic.is_asleep
     parts_curve, parts = run(small_config(tmp_path / "parts", steps=4, resume=True, **options))
     assert [record["step"] for record in parts_curve] == [0, 1, 2, 2, 3]
     assert parts_curve[:3] == whole_curve[:3]

@@ -250,6 +250,13 @@ def test_a_reward_outside_its_range_is_refused(file: Path) -> None:
         task.reward(task.sample(0), "9")
 
 
+@pytest.mark.parametrize("returned", ["0.5", None, float("nan"), [1]])
+def test_a_reward_that_is_no_number_is_refused(file: Path, returned: object) -> None:
+    task = JsonlTask(file, lambda answer, line: returned)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match=r"gave reward .*, rewards are numbers in \[0, 1\]"):
+        task.reward(task.sample(0), "9")
+
+
 # --- tokens ------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from small_jobs import SMALL, small_config
 
-from torpor.errors import UsageError
+from torpor.errors import StoreFullError, UsageError
 from torpor.report.jsonl import read_jsonl
+from torpor.report.metrics import Metrics
+from torpor.rl.actor import Actor
+from torpor.rl.batch import Batch
 from torpor.rl.build import build_model, build_task, prepare_run_directory
 from torpor.rl.command import register
 from torpor.rl.config import JsonlTask, ReasoningGymTask
@@ -87,6 +90,49 @@ def test_an_attempt_that_failed_early_is_no_run(config_file: Path, tmp_path: Pat
 def test_a_missing_file_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert _torpor_train("nowhere.toml") == 2
     assert "cannot read the config nowhere.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "told"), [(["--checkpoint.interval-steps", "1"], "to go on after step 1"), ([], "no checkpoint in")]
+)
+def test_an_interrupted_run_says_how_to_go_on(
+    config_file: Path,
+    tmp_path: Path,
+    checkpoints: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(self: Actor, batch: Batch, progress: object) -> Metrics:
+        if self.weight_version == 1:
+            raise KeyboardInterrupt
+        return train(self, batch)
+
+    train = Actor.train
+    monkeypatch.setattr(Actor, "train", interrupt)
+    flags = ["--run-dir", tmp_path / "run", "--steps", "3", *checkpoints]
+    assert _torpor_train(config_file, *flags) == 130
+    printed = capsys.readouterr()
+    assert told in printed.out
+    assert printed.err == "torpor train: interrupted\n"
+    assert not list(tmp_path.glob("run/store/**/*.torpor"))
+    monkeypatch.undo()
+    if checkpoints:
+        assert _torpor_train(config_file, *flags, "--resume") == 0
+
+
+def test_a_machine_without_room_gets_one_line(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Actor) -> None:
+        raise StoreFullError(5, 3, "/disk", "Free disk space.")
+
+    monkeypatch.setattr(Actor, "sleep", full)
+    assert _torpor_train(config_file, "--run-dir", tmp_path / "run") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("torpor train: ")
+    assert "/disk" in error
+    assert error.count("\n") == 1
 
 
 def test_runs_of_one_name_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

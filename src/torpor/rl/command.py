@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torpor.rl.config import RunConfig
+    from torpor.rl.loop import Job
 
 _USAGE = "torpor train [CONFIG] [FLAGS ...]"
-_HELP = "run a colocated GRPO job; `torpor train CONFIG --help` explains every setting"
+_HELP = "run a colocated job of GRPO or PPO; `torpor train CONFIG --help` explains every setting"
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,14 +26,21 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Parse, train, and leave a run directory; 2 for a mistake of the user's, 130 for an interrupt."""
-    from torpor.errors import UnsupportedError, UsageError
+    """Parse, train, and leave a run directory.
+
+    Returns:
+        0, or 2 for a mistake of the user's, 1 for a machine without the room, 130 for an interrupt.
+    """
+    from torpor.errors import NotEnoughMemoryError, StoreError, UnsupportedError, UsageError
 
     try:
         train(read_config(arguments.arguments))
     except (UsageError, UnsupportedError) as error:
         print(f"torpor train: {error}", file=sys.stderr)
         return 2
+    except (StoreError, NotEnoughMemoryError) as error:
+        print(f"torpor train: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("torpor train: interrupted", file=sys.stderr)
         return 130
@@ -61,5 +70,24 @@ def train(config: RunConfig) -> None:
 
     with open_job(config) as job:
         job.recorder.console.say(f"run directory: {job.recorder.run.path}")
-        run_loop(job)
+        with _telling_how_to_go_on(job):
+            run_loop(job)
     print(f"`torpor report {job.recorder.run.path}` shows it again")
+
+
+@contextmanager
+def _telling_how_to_go_on(job: Job) -> Iterator[None]:
+    """Whatever ends the block early, the user reads which checkpoint is left."""
+    from torpor.rl.checkpoint import find_latest, step_of
+
+    try:
+        yield
+    except BaseException:
+        run = job.recorder.run
+        checkpoint = find_latest(run.checkpoints)
+        job.recorder.console.say(
+            f"ended early; no checkpoint in {run.path}"
+            if checkpoint is None
+            else f"ended early; add `--resume --run-dir {run.path}` to go on after step {step_of(checkpoint)}"
+        )
+        raise

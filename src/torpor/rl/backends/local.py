@@ -81,8 +81,15 @@ class OneProcessBackend(Backend):
         return total
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
-        limit = float("inf") if max_grad_norm is None else max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, error_if_nonfinite=True)
+        parameters = list(self.model.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient norm is {norm.item()}; nothing was stepped. "
+                "Lower the learning rate or optimizer.max_grad_norm, and go on from the last checkpoint"
+            )
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         for optimizer in self.optimizers.values():
             set_learning_rate(optimizer, learning_rate)
             optimizer.step()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, SupportsFloat, TypedDict
 
 from torpor.errors import UsageError
 
@@ -81,10 +81,11 @@ class Task(ABC):
         Raises:
             UsageError: the task's reward function returned something else.
         """
-        reward = float(self._reward(question, _up_to_any(completion, self.stop)))
-        if not (math.isfinite(reward) and 0 <= reward <= 1):
-            raise UsageError(f"task {self.name} gave reward {reward}, rewards lie in [0, 1]", reward=reward)
-        return reward
+        reward = self._reward(question, _up_to_any(completion, self.stop))
+        # A user's function may return anything, whatever its annotation says.
+        if not isinstance(reward, SupportsFloat) or not (math.isfinite(reward) and 0 <= reward <= 1):
+            raise UsageError(f"task {self.name} gave reward {reward!r}, rewards are numbers in [0, 1]", reward=reward)
+        return float(reward)
 
 
 class Tokenizer(Protocol):
