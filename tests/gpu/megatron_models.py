@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,15 +26,24 @@ RECIPES: dict[str, str | None] = {
 }
 
 
-def start() -> None:
-    """Process groups of one rank, and seeds."""
+def start(*, graphs: bool = False) -> None:
+    """Process groups of one rank, and seeds; with `graphs` in a form that captured graphs can use."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.cuda.set_device(DEVICE)
     distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    model_parallel_cuda_manual_seed(7)
+    seed(graphs=graphs)
+
+
+def seed(*, graphs: bool = False) -> None:
+    """Everything as after `start`, for a second actor that is to be like the first."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    gc.collect()
+    FP8GlobalStateManager.reset()
+    model_parallel_cuda_manual_seed(7, te_rng_tracker=graphs, force_reset_rng=True)
     torch.manual_seed(7)
 
 
@@ -78,6 +88,8 @@ class MegatronActor:
             if number:
                 between()
             self.microbatch(step, number)
+        if self.model.config.cuda_graph_impl == "local":
+            create_graphs()
         self.update()
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,6 +116,13 @@ class MegatronActor:
                     if key.startswith("scaling_") and isinstance(getattr(meta, attribute, None), torch.Tensor):
                         found[f"{module_name}.{key}.{attribute}"] = hash_of(getattr(meta, attribute))
         return found
+
+
+def create_graphs() -> None:
+    """Capture what the first step recorded, as Megatron's schedules do; nothing from the second step on."""
+    from megatron.core.transformer.cuda_graphs import create_cudagraphs
+
+    create_cudagraphs()
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -275,6 +275,14 @@ def test_a_parameter_without_a_master_is_found_and_named(kind: str) -> None:
     assert "no optimizer of the actor has a master of" in moved[0].reason
 
 
+def test_masters_that_the_optimizer_keeps_itself_rebuild_nothing() -> None:
+    training = Training()
+    training.optimizer.shard_fp32_from_float16_groups = [[None] * len(training.optimizer.shard_float16_groups[0])]
+    flat = _entries(training)["model.buffers[0].param_data"]
+    assert flat.fate is Fate.MOVED
+    assert "keeps the masters itself" in flat.reason
+
+
 def test_masters_that_the_parameters_do_not_follow_are_seen_before_anything_is_freed() -> None:
     training = Training()
     with training.sleeper(rematerialize_param_from_master_weight=True) as sleeper:

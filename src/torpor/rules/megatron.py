@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torpor.kinds import Fate, Role
-from torpor.rules.base import Actor, Claim, Standing
+from torpor.rules.base import Actor, Claim, Rebuild, Standing
 from torpor.rules.megatron_optim import (
     Piece,
     loaded,
@@ -97,11 +97,7 @@ class MegatronRule:
         if buffer.nccl_ub:
             claim.fate, claim.reason = Fate.KEPT, _REGISTERED
         elif self._rematerialize_params and not adapters:
-            rebuild = buffer_rebuild(buffer, found.get(flat.untyped_storage()._cdata, ()), names)
-            if isinstance(rebuild, Uncovered):
-                claim.reason = rebuild.reason
-            else:
-                claim.fate, claim.reason, claim.rebuild = Fate.REBUILT, _REBUILT, rebuild
+            _set_rebuild(claim, buffer_rebuild(buffer, found.get(flat.untyped_storage()._cdata, ()), names))
         yield claim
 
     def _gradient_buffers(self, name: str, buffer: Any) -> Iterator[Claim]:
@@ -136,17 +132,17 @@ class MegatronRule:
             if _ADAPTER.search(name):
                 yield Claim(name, parameter.detach(), Role.ADAPTER, "adapters")
             elif self._rematerialize_params:
-                yield _rematerialized(name, parameter.detach(), found)
+                claim = Claim(name, parameter.detach(), Role.PARAM, "params", standing=Standing.OWNED)
+                own = found.get(parameter.untyped_storage()._cdata, ())
+                _set_rebuild(claim, parameter_rebuild(parameter, own))
+                yield claim
 
 
-def _rematerialized(name: str, parameter: torch.Tensor, found: _Pieces) -> Claim:
-    claim = Claim(name, parameter, Role.PARAM, "params", standing=Standing.OWNED)
-    rebuild = parameter_rebuild(parameter, found.get(parameter.untyped_storage()._cdata, ()))
+def _set_rebuild(claim: Claim, rebuild: Rebuild | Uncovered) -> None:
     if isinstance(rebuild, Uncovered):
         claim.reason = rebuild.reason
     else:
         claim.fate, claim.reason, claim.rebuild = Fate.REBUILT, _REBUILT, rebuild
-    return claim
 
 
 def _by_storage(actor: Actor) -> _Pieces:

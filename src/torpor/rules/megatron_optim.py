@@ -28,7 +28,8 @@ class Piece:
 
     part: torch.Tensor
     """A view into the parameter's memory, of the master's shape."""
-    master: torch.Tensor
+    master: torch.Tensor | None
+    """None where the optimizer keeps it itself (precision-aware): its low half alone, maybe."""
 
 
 def loaded(module_name: str, class_name: str) -> Any:
@@ -91,8 +92,7 @@ def _torch_optimizer(part: Any) -> torch.optim.Optimizer | None:
 def pieces(optimizer: Any) -> Iterator[Piece]:
     """Every stretch of a parameter that is the rounded value of a master, this rank's share of them.
 
-    None of quantized parameters, of fp32 parameters (each is its own master), or of an optimizer that keeps the
-    masters itself (precision-aware: the low half of each may be in the parameter).
+    None of quantized parameters, or of fp32 parameters: each is its own master.
     """
     for part in parts(optimizer):
         fields = vars(part)
@@ -104,7 +104,7 @@ def pieces(optimizer: Any) -> Iterator[Piece]:
 def _pairs(models: Sequence[Sequence[Any]], masters: Sequence[Sequence[Any]]) -> Iterator[Piece]:
     for model_group, master_group in zip(models, masters, strict=True):
         for part, master in zip(model_group, master_group, strict=True):
-            if part is not None and master is not None and is_plain(part):
+            if part is not None and is_plain(part):
                 yield Piece(part.detach(), master)
 
 

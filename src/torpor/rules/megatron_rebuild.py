@@ -13,6 +13,10 @@ from torpor.rules.base import Rebuild
 from torpor.rules.megatron_optim import Piece
 
 _NO_MASTER = "not rebuilt: no optimizer of the actor has a master of"
+_QUANTIZED = "not rebuilt: its parameters are quantized"
+_KEPT_BY_OPTIMIZER = (
+    "not rebuilt: the optimizer keeps the masters itself, maybe low halves only"
+)
 _OWN_MASTER = "not rebuilt: in fp32 a parameter is its own master"
 
 _Span: TypeAlias = tuple[int, int]
@@ -30,9 +34,12 @@ def parameter_rebuild(parameter: torch.Tensor, found: Sequence[Piece]) -> Rebuil
     """For a parameter with memory of its own."""
     if parameter.dtype is torch.float32:
         return Uncovered(_OWN_MASTER)
-    if len(found) != 1 or found[0].master.numel() != parameter.numel():
+    masters = _masters(found)
+    if masters is None:
+        return Uncovered(_KEPT_BY_OPTIMIZER)
+    if len(masters) != 1 or masters[0].numel() != parameter.numel():
         return Uncovered(f"{_NO_MASTER} it")
-    return Rebuild(_cast, (found[0].master,))
+    return Rebuild(_cast, masters)
 
 
 def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]) -> Rebuild | Uncovered:
@@ -43,12 +50,23 @@ def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]
     flat = buffer.param_data
     if flat.dtype is torch.float32:
         return Uncovered(_OWN_MASTER)
+    if not flat.is_floating_point():
+        return Uncovered(_QUANTIZED)
+    masters = _masters(found)
+    if masters is None:
+        return Uncovered(_KEPT_BY_OPTIMIZER)
     spans = [_span(piece.part, flat) for piece in found]
     missing = _missing(buffer, spans, names)
     if missing:
         return Uncovered(f"{_NO_MASTER} {missing}")
     refill = _Refill(buffer, spans)
-    return Rebuild(refill, tuple(piece.master for piece in found), refill.agree)
+    return Rebuild(refill, masters, refill.agree)
+
+
+def _masters(found: Sequence[Piece]) -> tuple[torch.Tensor, ...] | None:
+    """None if one of them cannot be had."""
+    masters = tuple(piece.master for piece in found if piece.master is not None)
+    return masters if len(masters) == len(found) else None
 
 
 def _cast(out: torch.Tensor, master: torch.Tensor) -> None:

@@ -23,6 +23,8 @@ from torpor.rules.walk import (
 
 _FIELDS = frozenset({"state", "param_groups"})
 _COMPONENT = "optimizer"
+_DECOUPLED = ".decoupled_grad"
+"""Where an optimizer of TransformerEngine or Megatron-Core looks for a gradient of another dtype than its parameter."""
 _HOOKS = "_optimizer_step_post_hooks"
 _DEAD = "dead: optimizer.step() has consumed it and nothing was accumulated since"
 _ACCUMULATING = "in the middle of an accumulation"
@@ -171,7 +173,10 @@ def _state(name: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 def _moments(found: Iterator[tuple[str, object]], role: Role, skip: Mapping[int, str] | None = None) -> Iterator[Claim]:
     for name, leaf in found:
         if isinstance(leaf, torch.Tensor) and not (skip and id(leaf) in skip):
-            yield from claims_on(name, leaf, role, _COMPONENT)
+            if name.endswith(_DECOUPLED):
+                yield from claims_on(name, leaf, Role.GRAD, "grads")
+            else:
+                yield from claims_on(name, leaf, role, _COMPONENT)
 
 
 def _masters(optimizer: torch.optim.Optimizer, names: Mapping[int, str], in_models: frozenset[int]) -> Iterator[Claim]:
