@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
+from torpor.before import Before
 from torpor.rules.base import Actor
 from torpor.rules.megatron import ddp_modules
 from torpor.rules.walk import plain
@@ -100,12 +100,13 @@ class Guards:
         self._handles.append(model.register_load_state_dict_pre_hook(refuse_loading))  # type: ignore[no-untyped-call]
 
     def _guard_optimizer(self, name: str, optimizer: torch.optim.Optimizer, component: str) -> None:
-        def refusal(operation: str) -> Callable[..., None]:
-            return lambda *_: self._raise_if_asleep(name, component, operation)
-
-        self._handles.append(optimizer.register_step_pre_hook(refusal("step")))
-        self._handles.append(optimizer.register_state_dict_pre_hook(refusal("state_dict")))
-        self._handles.append(optimizer.register_load_state_dict_pre_hook(refusal("load_state_dict")))
+        doors: tuple[tuple[str, Callable[..., Any]], ...] = (
+            ("step", optimizer.register_step_pre_hook),
+            ("state_dict", optimizer.register_state_dict_pre_hook),
+            ("load_state_dict", optimizer.register_load_state_dict_pre_hook),
+        )
+        for operation, register in doors:
+            self._handles.append(register(self._refusal(name, [component], operation)))
 
     def _guard_methods(self, asleep: Collection[str]) -> None:
         """Objects without hooks of their own: Megatron-Core's optimizers and its data parallelism.
@@ -123,37 +124,14 @@ class Guards:
         for name, owner, operation, behind in doors:
             components = [component for component in behind if component in asleep]
             if components:
-                self._handles.append(_Before(owner, operation, partial(self._check_all, name, components, operation)))
+                self._handles.append(Before(owner, operation, self._refusal(name, components, operation)))
 
-    def _check_all(self, name: str, components: Sequence[str], operation: str) -> None:
-        for component in components:
-            self._raise_if_asleep(name, component, operation)
+    def _refusal(self, name: str, components: Sequence[str], operation: str) -> Callable[..., None]:
+        def refuse(*_: Any, **__: Any) -> None:
+            for component in components:
+                self._raise_if_asleep(name, component, operation)
 
-
-class _Before:
-    """Calls a check before a method of one object, until it is removed."""
-
-    def __init__(self, owner: Any, method: str, check: Callable[[], None]) -> None:
-        self._owner = owner
-        self._method = method
-        original = getattr(owner, method)
-
-        @wraps(original)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            check()
-            return original(*args, **kwargs)
-
-        self._checked = checked
-        self._before = vars(owner).get(method)
-        setattr(owner, method, checked)
-
-    def remove(self) -> None:
-        """The method is as it was, unless somebody replaced it meanwhile: then the check goes with that."""
-        if vars(self._owner).get(self._method) is self._checked:
-            if self._before is None:
-                delattr(self._owner, self._method)
-            else:
-                setattr(self._owner, self._method, self._before)
+        return refuse
 
 
 def _first_asleep(tensors: list[torch.Tensor], asleep: Mapping[int, str]) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import pytest
 import torch
 
 from torpor.memory.resize_cuda import CudaResizeBackend

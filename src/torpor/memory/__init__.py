@@ -9,7 +9,7 @@ import torch
 from torpor.errors import UnsupportedError, UsageError
 from torpor.memory.base import MemoryBackend
 
-_NAMES = ("auto", "madvise", "resize", "vmm")
+_NAMES = ("auto", "madvise", "resize", "vmm", "torch_memory_saver")
 
 
 def open_backends(memory: str | Sequence[MemoryBackend]) -> Mapping[str, Sequence[MemoryBackend]]:
@@ -21,7 +21,7 @@ def open_backends(memory: str | Sequence[MemoryBackend]) -> Mapping[str, Sequenc
 
     Raises:
         UsageError: an unknown name, with the names there are.
-        UnsupportedError: `"vmm"` where it cannot be, with the reason.
+        UnsupportedError: `"vmm"` or `"torch_memory_saver"` where it cannot be, with the reason.
     """
     backends = _by_name(memory) if isinstance(memory, str) else memory
     by_device: dict[str, list[MemoryBackend]] = {}
@@ -47,6 +47,10 @@ def _by_name(name: str) -> list[MemoryBackend]:
         from torpor.memory.vmm import vmm_backend
 
         return [vmm_backend()]
+    if name == "torch_memory_saver":
+        from torpor.memory.torch_memory_saver import saver_backend
+
+        return [saver_backend()]
     raise UsageError(f"memory={name!r}: unknown backend; there are {', '.join(map(repr, _NAMES))}")
 
 

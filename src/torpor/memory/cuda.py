@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import cache
 
@@ -11,6 +12,8 @@ from torpor.errors import MemoryBackendError, UnsupportedError
 from torpor.memory import allocator
 from torpor.memory.base import MemoryBackend, byte_view
 
+DRIVER_LIBRARY = "libcuda.so.1"
+
 _SELF_TEST_BYTES = 64 * 1024**2
 _SELF_TEST_TRIES = 3
 
@@ -18,6 +21,24 @@ _SELF_TEST_TRIES = 3
 def free_bytes(device: torch.device) -> int:
     """Bytes the driver would give to anybody now."""
     return torch.cuda.mem_get_info(device)[0]
+
+
+def has_pages(address: int) -> bool:
+    """Whether `address` lies in virtual memory of the driver that has pages now.
+
+    Not so for what `cudaMalloc` gave. See cuMemRetainAllocationHandle in the CUDA Driver API.
+    """
+    handle = ctypes.c_uint64()
+    driver = _driver()
+    if driver.cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)):
+        return False
+    driver.cuMemRelease(handle)
+    return True
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL(DRIVER_LIBRARY)
 
 
 def used_bytes(device: torch.device) -> int:

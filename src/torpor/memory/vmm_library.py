@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torpor.errors import DriverError, UnsupportedError, gib
-
-DRIVER_LIBRARY = "libcuda.so.1"
+from torpor.memory.cuda import DRIVER_LIBRARY
 
 #: Codes of the library itself; codes above 0 are the driver's.
 _OWN_CODES = {
