@@ -11,7 +11,7 @@ from small_jobs import assert_same_tensors, run, small_config
 
 from torpor.report.jsonl import read_jsonl
 from torpor.report.rundir import RunDirectory
-from torpor.rl.build import open_job, sleep_options
+from torpor.rl.build import open_job
 from torpor.rl.config import MemoryConfig
 from torpor.rl.loop import (
     evaluate,
@@ -22,6 +22,7 @@ from torpor.rl.loop import (
     run_step,
     wake_engine,
 )
+from torpor.rl.roles import sleep_options
 from torpor.rl.rollout.base import SamplingParams, Tag
 from torpor.rl.tasks.base import Split
 
@@ -29,6 +30,7 @@ PPO: dict[str, Any] = {
     "algorithm": {"advantages": "gae"},
     "critic": {"optimizer": {"learning_rate": 1e-3}, "epochs_per_rollout": 2, "updates_per_rollout": 2},
 }
+KL = {"algorithm": {"kl_coefficient": 0.1}}
 PPO_KL = {"advantages": "gae", "kl_coefficient": 0.1, "kl_in": "reward"}
 
 
@@ -68,7 +70,16 @@ def test_every_choice_sleeps_bit_for_bit(tmp_path: Path, changes: dict[str, dict
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "changes"), [("adamw", {}), ("rmsprop", {}), ("muon", {}), ("adamw", PPO)], ids=str
+    ("optimizer", "changes"),
+    [
+        ("adamw", {}),
+        ("rmsprop", {}),
+        ("muon", {}),
+        ("adamw", KL),
+        ("sgd", PPO),
+        ("adamw", {**PPO, "algorithm": PPO_KL}),
+    ],
+    ids=str,
 )
 def test_resumes_to_the_bit(tmp_path: Path, optimizer: str, changes: dict[str, Any]) -> None:
     options = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import string
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,25 +16,20 @@ from torpor.errors import UsageError
 from torpor.report.recorder import Recorder
 from torpor.report.rundir import RunDirectory
 from torpor.rl import config as cfg
-from torpor.rl.actor import REFERENCE, Actor
-from torpor.rl.backends.local import LocalBackend, LocalCriticBackend
 from torpor.rl.checkpoint import latest_checkpoint, step_of
 from torpor.rl.config_cli import changed_for_resume, load_config, save_config
 from torpor.rl.critic import Critic
-from torpor.rl.loop import Job
-from torpor.rl.models import char_tokenizer, load_model, load_tokenizer, smollm2_directory, tiny_model, value_model
-from torpor.rl.rollout.embedded import EmbeddedEngine
+from torpor.rl.loop import Job, Roles
+from torpor.rl.models import char_tokenizer, load_model, load_tokenizer, smollm2_directory, tiny_model
+from torpor.rl.roles import build_actor, build_critic, build_engine
 from torpor.rl.tasks.base import Task, Tokenizer, stop_token_ids
 from torpor.rl.tasks.jsonl import JsonlTask
 from torpor.rl.tasks.reasoning_gym import ReasoningGymTask
 from torpor.rl.tasks.strings import StringTask
 from torpor.rl.warm_start import warm_start
-from torpor.stores.file import FileStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MIB = 1024**2
 
 
 @contextmanager
@@ -49,25 +44,54 @@ def open_job(config: cfg.RunConfig) -> Iterator[Job]:
     checkpoint = latest_checkpoint(run.checkpoints) if config.resume else None
     first_step = step_of(checkpoint) if checkpoint is not None else 0
     save_config(config, run.config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
     with _recorder(config, run, first_step) as recorder:
-        with recorder.phase("build"):
-            task = build_task(config.task, config.seed)
-            model, tokenizer = build_model(config)
-        if checkpoint is None:
-            _warm_start(config, model, task, tokenizer, recorder)
-        with (
-            _build_critic(config, model, recorder, run) as critic,
-            _build_actor(config, model, recorder, run) as actor,
-            _build_engine(config, model) as engine,
-        ):
-            ending = stop_token_ids(tokenizer, task.stop)
-            job = Job(config, task, tokenizer, actor, engine, recorder, ending, first_step, critic)
+        task = build_task(config.task, config.seed)
+        with _open_roles(config, run, recorder, task, is_fresh=checkpoint is None) as roles:
+            ending = stop_token_ids(roles.tokenizer, task.stop)
+            job = Job(
+                config, task, roles.tokenizer, roles.actor, roles.engine, recorder, ending, first_step, roles.critic
+            )
             if checkpoint is not None:
                 job.load(checkpoint)
             yield job
+
+
+def _open_roles(
+    config: cfg.RunConfig, run: RunDirectory, recorder: Recorder, task: Task, *, is_fresh: bool
+) -> AbstractContextManager[Roles]:
+    """Everybody who has a turn, where the configuration says; warmed up if the run is fresh."""
+    if config.runtime == "ray":
+        from torpor.rl.runtimes.ray_runtime import open_on_ray  # Ray is not needed otherwise
+
+        return open_on_ray(config, run, recorder, is_fresh=is_fresh)
+    return _open_here(config, run, recorder, task, is_fresh=is_fresh)
+
+
+@contextmanager
+def _open_here(
+    config: cfg.RunConfig, run: RunDirectory, recorder: Recorder, task: Task, *, is_fresh: bool
+) -> Iterator[Roles]:
+    """All roles in this process."""
+    prepare_process(config)
+    with recorder.phase("build"):
+        model, tokenizer = build_model(config)
+    if is_fresh and config.warm_start.steps:
+        with recorder.phase("warm_start", config.warm_start.steps, "steps") as counter:
+            losses = warm_up(config, model, task, tokenizer, on_step=lambda _: counter.advance())
+        recorder.console.say(describe_warm_start(losses))
+    with (
+        _open_critic(config, model, recorder, run) as critic,
+        build_actor(config, model, run, recorder.ledger) as actor,
+        build_engine(config, copy.deepcopy(model)) as engine,
+    ):
+        yield Roles(tokenizer, actor, engine, critic)
+
+
+def prepare_process(config: cfg.RunConfig) -> None:
+    """Threads and random state of a process in which a role computes."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
 
 
 def prepare_run_directory(config: cfg.RunConfig) -> RunDirectory:
@@ -120,18 +144,27 @@ def build_model(config: cfg.RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
     Raises:
         UsageError, UnsupportedError: see `torpor.rl.models`.
     """
-    model = config.model
-    match model:
-        case cfg.TinyModel():
-            alphabet = StringTask.alphabet if isinstance(config.task, cfg.StringTask) else string.printable
-            tokenizer = char_tokenizer(alphabet)
-            policy = tiny_model(len(tokenizer), model.hidden_size, model.num_layers, model.num_heads, seed=config.seed)
-            return policy, cast(Tokenizer, tokenizer)
-        case cfg.SmolLM2Model():
-            directory = smollm2_directory()
-        case cfg.PretrainedModel():
-            directory = model.path
-    return load_model(directory), cast(Tokenizer, load_tokenizer(directory))
+    model, tokenizer = config.model, build_tokenizer(config)
+    if isinstance(model, cfg.TinyModel):
+        policy = tiny_model(len(tokenizer), model.hidden_size, model.num_layers, model.num_heads, seed=config.seed)
+        return policy, tokenizer
+    return load_model(_model_directory(model)), tokenizer
+
+
+def build_tokenizer(config: cfg.RunConfig) -> Tokenizer:
+    """The policy's tokenizer.
+
+    Raises:
+        UsageError, UnsupportedError: see `torpor.rl.models`.
+    """
+    if isinstance(config.model, cfg.TinyModel):
+        alphabet = StringTask.alphabet if isinstance(config.task, cfg.StringTask) else string.printable
+        return cast(Tokenizer, char_tokenizer(alphabet))
+    return cast(Tokenizer, load_tokenizer(_model_directory(config.model)))
+
+
+def _model_directory(model: cfg.SmolLM2Model | cfg.PretrainedModel) -> Path:
+    return model.path if isinstance(model, cfg.PretrainedModel) else smollm2_directory()
 
 
 def _recorder(config: cfg.RunConfig, run: RunDirectory, first_step: int) -> Recorder:
@@ -145,88 +178,33 @@ def _recorder(config: cfg.RunConfig, run: RunDirectory, first_step: int) -> Reco
     )
 
 
-def _warm_start(
-    config: cfg.RunConfig, model: PreTrainedModel, task: Task, tokenizer: Tokenizer, recorder: Recorder
-) -> None:
-    steps = config.warm_start.steps
-    if not steps:
-        return
-    with recorder.phase("warm_start", steps, "steps") as counter:
-        losses = warm_start(
-            model, task, tokenizer, config.warm_start, config.trainer, on_step=lambda _: counter.advance()
-        )
-    recorder.console.say(f"warm start: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+def warm_up(
+    config: cfg.RunConfig,
+    model: PreTrainedModel,
+    task: Task,
+    tokenizer: Tokenizer,
+    on_step: Callable[[float], None] = lambda _: None,
+) -> list[float]:
+    """The supervised steps before the first rollout; the loss of each."""
+    return warm_start(model, task, tokenizer, config.warm_start, config.trainer, on_step=on_step)
 
 
-def _build_actor(config: cfg.RunConfig, model: PreTrainedModel, recorder: Recorder, run: RunDirectory) -> Actor:
-    algorithm = config.algorithm
-    backend = LocalBackend(
-        model,
-        optimizer=config.optimizer,
-        temperature=config.rollout.temperature,
-        logit_chunk_tokens=config.trainer.logit_chunk_tokens,
-        snapshots={REFERENCE: copy.deepcopy(model)} if algorithm.kl_coefficient > 0 else None,
-    )
-    return Actor(
-        backend,
-        algorithm=algorithm,
-        optimizer=config.optimizer,
-        trainer=config.trainer,
-        max_answer_tokens=config.rollout.max_new_tokens,
-        total_updates=(
-            max(0, config.steps - config.critic.warmup_steps)
-            * algorithm.updates_per_rollout
-            * algorithm.epochs_per_rollout
-        ),
-        on_ledger=recorder.ledger,
-        **sleep_options(config.memory, run),
-    )
+def describe_warm_start(losses: Sequence[float]) -> str:
+    """One line for the console."""
+    return f"warm start: {len(losses)} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}"
 
 
 @contextmanager
-def _build_critic(
+def _open_critic(
     config: cfg.RunConfig, model: PreTrainedModel, recorder: Recorder, run: RunDirectory
 ) -> Iterator[Critic | None]:
     """The critic of PPO, asleep if it may be; None for an algorithm without one."""
     if config.algorithm.advantages != "gae":
         yield None
         return
-    critic = Critic(
-        LocalCriticBackend(value_model(model), optimizer=config.critic.optimizer),
-        algorithm=config.algorithm,
-        config=config.critic,
-        trainer=config.trainer,
-        total_updates=config.steps * config.critic.updates_per_rollout * config.critic.epochs_per_rollout,
-        on_ledger=partial(recorder.ledger, learner="critic"),
-        **sleep_options(config.memory, run),
-    )
-    with critic:
+    with build_critic(config, model, run, partial(recorder.ledger, learner="critic")) as critic:
         critic.sleep()
         yield critic
-
-
-def sleep_options(memory: cfg.MemoryConfig, run: RunDirectory) -> dict[str, Any]:
-    """How a learner sleeps: options of `Learner` and its sleeper."""
-    return {
-        "offload": memory.learners_sleep,
-        "store": _file_store(memory, run) if memory.offload_train_target == "disk" else "pageable",
-        "verify": memory.verify,
-        "lazy_wake": memory.lazy_wake,
-        "report_leftovers": memory.report_leftovers,
-    }
-
-
-def _file_store(memory: cfg.MemoryConfig, run: RunDirectory) -> FileStore:
-    directory, chunk_mb = memory.offload_train_disk_dir or run.store, memory.offload_train_disk_chunk_mb
-    return FileStore(directory) if chunk_mb is None else FileStore(directory, chunk_bytes=chunk_mb * MIB)
-
-
-def _build_engine(config: cfg.RunConfig, model: PreTrainedModel) -> EmbeddedEngine:
-    """An engine with memory of its own, asleep if it may be; its weights come with the first update."""
-    engine = EmbeddedEngine(copy.deepcopy(model), kv_cache_bytes=config.rollout.kv_cache_mib * MIB, weight_version=None)
-    if config.memory.engine_sleeps:
-        engine.sleep()
-    return engine
 
 
 def _free_directory(name: str) -> Path:

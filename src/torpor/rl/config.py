@@ -261,6 +261,31 @@ class MemoryConfig(Section):
         return self.colocate and self.offload_rollout
 
 
+class MegatronConfig(Section):
+    """Megatron-Core and TransformerEngine. Read with backend = megatron."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: Positive = 1
+    """Ranks that share the stack of layers."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """Whose layers: TransformerEngine's, or Megatron-Core's own, which know bf16 alone."""
+    precision: Literal["bf16", "blockwise", "current", "delayed", "mxfp8", "nvfp4"] = "bf16"
+    """Of the linear layers: bf16; FP8 scaled by blocks of 128, by tensor, or by what was seen before; MXFP8; NVFP4."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """TransformerEngine's attention. The gradients of `unfused` have the same bits each time."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Compute again in the backward pass: nothing, attention, or whole layers."""
+    disable_parameter_transpose_cache: bool = False
+    """Quantize weights anew in every forward pass and keep no copy."""
+    use_distributed_optimizer: bool = True
+    """Shard masters and moments over the data-parallel ranks."""
+    rematerialize_param_from_master_weight: bool = False
+    """Rebuild the bf16 parameters of a sleeping actor from their fp32 masters instead of copying them."""
+    clear_quantized_weight_workspaces_on_offload: bool = True
+    """Drop quantized copies of weights when the actor falls asleep; the next forward pass makes them again."""
+
+
 class ReportConfig(Section):
     """What is written while the run goes on."""
 
@@ -272,6 +297,27 @@ class ReportConfig(Section):
     """Seconds between two readings of resident memory."""
     plot_interval_steps: Count = 10
     """Redraw the plots every so many steps; 0: only at the end."""
+
+
+class RayConfig(Section):
+    """Where the roles run with `runtime = ray`; needs the extra torpor[ray]."""
+
+    address: str | None = None
+    """Of a running cluster; none: one of the command's own, on this machine."""
+    actor_ranks: Positive = 1
+    """Processes of the actor; more than one need backend = fsdp. A critic has as many."""
+    engines: Positive = 1
+    """Rollout engines; each generates for its share of the prompts."""
+    placement: Literal["colocated", "apart"] = "colocated"
+    """Engines on the resources of the actor's ranks, so that they must take turns, or on their own."""
+    cpus: PositiveFloat = 1.0
+    """CPUs of each bundle of resources; with a GPU in the cluster, one GPU too."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds for resources to be free, for ranks to find each other, and for each of their collectives."""
+    engine_timeout_s: PositiveFloat | None = None
+    """Seconds for an answer of an engine, after which it counts as dead; none: only a dead process does."""
+    max_engine_restarts: Count = 3
+    """Times that each engine is started again before the run gives up."""
 
 
 Model = Annotated[TinyModel | SmolLM2Model | PretrainedModel, Field(discriminator="kind")]
@@ -293,6 +339,10 @@ class RunConfig(Section):
     """Seed of weights, questions and sampling."""
     threads: Count = 0
     """CPU threads of torch; 0 leaves its own choice."""
+    runtime: Literal["local", "ray"] = "local"
+    """Where the roles run: in this process, or in processes of a Ray cluster."""
+    backend: Literal["local", "fsdp"] = "local"
+    """What trains: plain PyTorch in one process, or FSDP2 over the actor's ranks."""
     model: Model = TinyModel()
     task: Task = StringTask()
     rollout: RolloutConfig = RolloutConfig()
@@ -305,6 +355,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory: Annotated[MemoryConfig, tyro.conf.arg(name="")] = MemoryConfig()
     report: ReportConfig = ReportConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -321,8 +372,28 @@ def find_clashes(config: RunConfig) -> Iterator[str]:
     yield from _dealing_clashes(config)
     yield from _critic_clashes(config)
     yield from _memory_clashes(config.memory)
+    yield from _runtime_clashes(config)
     if config.resume and config.run_dir is None:
         yield "resume = true and run_dir = none clash: name the directory of the run to go on with"
+
+
+def _runtime_clashes(config: RunConfig) -> Iterator[str]:
+    ranks = config.ray.actor_ranks
+    if config.runtime == "local" and config.backend == "fsdp":
+        yield "backend = fsdp and runtime = local clash: the ranks are processes of a cluster; set runtime = ray"
+    if config.backend == "local" and ranks > 1:
+        yield f"backend = local and ray.actor_ranks = {ranks} clash: several ranks need backend = fsdp"
+    if config.runtime == "ray" and config.algorithm.kl_in == "reward" and config.algorithm.advantages == "gae":
+        yield (
+            "runtime = ray and algorithm.kl_in = reward clash: what the reference says is not handed from rank to "
+            "rank; set kl_in = loss"
+        )
+    if config.rollout.prompts_per_step % (ranks * config.algorithm.updates_per_rollout):
+        yield (
+            f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, ray.actor_ranks = {ranks} and "
+            f"algorithm.updates_per_rollout = {config.algorithm.updates_per_rollout} clash: the groups cannot be dealt "
+            "out evenly"
+        )
 
 
 def _task_clashes(task: Task) -> Iterator[str]:

@@ -19,19 +19,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from torpor.report.metrics import Mean, Sum
+from torch import Tensor
+
+from torpor.report.metrics import Mean, Metrics, Sum
 from torpor.report.recorder import Recorder
-from torpor.rl.actor import Actor
 from torpor.rl.batch import Batch, group_rollouts, make_batch
 from torpor.rl.checkpoint import save_checkpoint
 from torpor.rl.config import RunConfig
-from torpor.rl.critic import Critic
-from torpor.rl.rollout.base import Rollout, RolloutEngine, SamplingParams, Tag
+from torpor.rl.critic import Appraisal
+from torpor.rl.learner import Progress
+from torpor.rl.rollout.base import LoadReport, Rollout, RolloutEngine, SamplingParams, Tag
 from torpor.rl.tasks.base import Question, Split, Task, Tokenizer, encode_prompt
 
 CRITIC = "critic"
 """Directory of a checkpoint with what the critic saved."""
+
+
+class Policy(Protocol):
+    """What the loop asks of an actor: an `Actor`, or several ranks as one."""
+
+    @property
+    def is_asleep(self) -> bool: ...
+    def sleep(self) -> None: ...
+    def wake_up(self) -> None: ...
+    def train(self, batch: Batch, progress: Progress = ...) -> Metrics: ...
+    def reference_gaps(self, batch: Batch) -> Sequence[Tensor]: ...
+    def update_weights(self, engine: RolloutEngine) -> LoadReport: ...
+    def save(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
+
+
+class Judge(Protocol):
+    """What the loop asks of a critic: a `Critic`, or several ranks as one."""
+
+    @property
+    def is_asleep(self) -> bool: ...
+    def sleep(self) -> None: ...
+    def wake_up(self) -> None: ...
+    def appraise(self, batch: Batch, gaps: Sequence[Tensor] | None = ...) -> Appraisal: ...
+    def train(self, appraisal: Appraisal, progress: Progress = ...) -> Metrics: ...
+    def save(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Everybody who has a turn. The actor is awake, engine and critic are asleep if they may be."""
+
+    tokenizer: Tokenizer
+    actor: Policy
+    engine: RolloutEngine
+    critic: Judge | None = None
+    """With PPO."""
 
 
 @dataclass(slots=True)
@@ -41,13 +82,13 @@ class Job:
     config: RunConfig
     task: Task
     tokenizer: Tokenizer
-    actor: Actor
+    actor: Policy
     engine: RolloutEngine
     recorder: Recorder
     stop_token_ids: tuple[int, ...]
     """What ends an answer."""
     first_step: int = 0
-    critic: Critic | None = None
+    critic: Judge | None = None
     """With PPO."""
 
     def save(self, directory: Path) -> None:
@@ -120,7 +161,7 @@ def sleep_engine(job: Job) -> None:
     note_who_sleeps(job)
 
 
-def judge(job: Job, critic: Critic, batch: Batch) -> Batch:
+def judge(job: Job, critic: Judge, batch: Batch) -> Batch:
     """The critic's turn: the advantages of `batch`, and one training step of the critic."""
     gaps = None
     if job.config.algorithm.kl_in == "reward":

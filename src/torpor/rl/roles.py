@@ -1,0 +1,124 @@
+"""From a configuration and a model to the roles of a run: actor, critic, engine. Used wherever a role runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torpor.report.rundir import RunDirectory
+from torpor.rl import config as cfg
+from torpor.rl.actor import REFERENCE, Actor
+from torpor.rl.backends.base import Backend
+from torpor.rl.backends.fsdp import FsdpBackend, FsdpCriticBackend
+from torpor.rl.backends.local import LocalBackend, LocalCriticBackend
+from torpor.rl.critic import Critic
+from torpor.rl.models import value_model
+from torpor.rl.rollout.embedded import EmbeddedEngine
+from torpor.stores.file import FileStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from torpor.ledger import Ledger
+
+MIB = 1024**2
+
+
+def build_actor(
+    config: cfg.RunConfig, model: PreTrainedModel, run: RunDirectory, on_ledger: Callable[[Ledger], None]
+) -> Actor:
+    """The policy's side of the loop, awake. With `backend = fsdp` every rank calls this with the same model.
+
+    Raises:
+        UnsupportedError: what the backend or the optimizer needs is not installed.
+    """
+    algorithm = config.algorithm
+    return Actor(
+        _policy_backend(config, model),
+        algorithm=algorithm,
+        optimizer=config.optimizer,
+        trainer=config.trainer,
+        max_answer_tokens=config.rollout.max_new_tokens,
+        total_updates=(
+            max(0, config.steps - config.critic.warmup_steps)
+            * algorithm.updates_per_rollout
+            * algorithm.epochs_per_rollout
+        ),
+        on_ledger=on_ledger,
+        **sleep_options(config.memory, run),
+    )
+
+
+def build_critic(
+    config: cfg.RunConfig, model: PreTrainedModel, run: RunDirectory, on_ledger: Callable[[Ledger], None]
+) -> Critic:
+    """The critic of PPO, awake; it begins with a copy of the policy's backbone.
+
+    Raises:
+        UnsupportedError: see `build_actor`.
+    """
+    return Critic(
+        _critic_backend(config, model),
+        algorithm=config.algorithm,
+        config=config.critic,
+        trainer=config.trainer,
+        total_updates=config.steps * config.critic.updates_per_rollout * config.critic.epochs_per_rollout,
+        on_ledger=on_ledger,
+        **sleep_options(config.memory, run),
+    )
+
+
+def build_engine(config: cfg.RunConfig, model: PreTrainedModel) -> EmbeddedEngine:
+    """An engine that takes `model` over, asleep if it may be; its weights come with the first update."""
+    engine = EmbeddedEngine(model, kv_cache_bytes=config.rollout.kv_cache_mib * MIB, weight_version=None)
+    if config.memory.engine_sleeps:
+        engine.sleep()
+    return engine
+
+
+def sleep_options(memory: cfg.MemoryConfig, run: RunDirectory) -> dict[str, Any]:
+    """How a learner sleeps: options of `Learner` and its sleeper."""
+    return {
+        "offload": memory.learners_sleep,
+        "store": _file_store(memory, run) if memory.offload_train_target == "disk" else "pageable",
+        "verify": memory.verify,
+        "lazy_wake": memory.lazy_wake,
+        "report_leftovers": memory.report_leftovers,
+    }
+
+
+def _policy_backend(config: cfg.RunConfig, model: PreTrainedModel) -> Backend:
+    options: dict[str, Any] = {
+        "optimizer": config.optimizer,
+        "temperature": config.rollout.temperature,
+        "logit_chunk_tokens": config.trainer.logit_chunk_tokens,
+        "snapshots": {REFERENCE: copy.deepcopy(model)} if config.algorithm.kl_coefficient > 0 else None,
+    }
+    match config.backend:
+        case "local":
+            return LocalBackend(model, **options)
+        case "fsdp":
+            return FsdpBackend(model, _all_ranks(model.device), **options)
+
+
+def _critic_backend(config: cfg.RunConfig, model: PreTrainedModel) -> Backend:
+    values, optimizer = value_model(model), config.critic.optimizer
+    match config.backend:
+        case "local":
+            return LocalCriticBackend(values, optimizer=optimizer)
+        case "fsdp":
+            return FsdpCriticBackend(values, _all_ranks(model.device), optimizer=optimizer)
+
+
+def _all_ranks(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _file_store(memory: cfg.MemoryConfig, run: RunDirectory) -> FileStore:
+    directory, chunk_mb = memory.offload_train_disk_dir or run.store, memory.offload_train_disk_chunk_mb
+    return FileStore(directory) if chunk_mb is None else FileStore(directory, chunk_bytes=chunk_mb * MIB)
