@@ -226,8 +226,10 @@ def test_only_the_reference_wakes_for_the_penalty_and_its_sleep_is_free(tmp_path
         gaps = actor.reference_gaps(batch)
         assert actor.is_asleep
         assert actor.sleeper.components()["params"] != "awake"
-    assert [{row.component for row in ledger.rows} for ledger in ledgers] == [{REFERENCE}, {REFERENCE}]
-    assert [bool(ledger.copied_bytes) for ledger in ledgers] == [True, False]
+        assert [{row.component for row in ledger.rows} for ledger in ledgers] == [{REFERENCE}, {REFERENCE}]
+        actor.wake_up()  # learning has no use for it
+        assert (actor.sleeper.components()["params"], actor.sleeper.components()[REFERENCE]) == ("awake", "asleep")
+    assert [bool(ledger.copied_bytes) for ledger in ledgers[:2]] == [True, False]
     # The rollouts were sampled from the same weights as the reference has.
     assert torch.cat(gaps).abs().max().item() < 1e-5
     assert [len(gap_T) for gap_T in gaps] == [10, 10]

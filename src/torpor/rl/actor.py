@@ -70,6 +70,8 @@ class Actor(Learner):
         self._penalizes_loss = algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss"
         if algorithm.kl_coefficient > 0 and REFERENCE not in backend.snapshots:
             raise UsageError(f"kl_coefficient is {algorithm.kl_coefficient}, and there is no reference model")
+        if algorithm.kl_in == "reward":
+            self.resting = frozenset({REFERENCE})  # `reference_gaps` wakes it for its own turn
         super().__init__(backend, **options)
 
     def update_weights(self, engine: RolloutEngine) -> LoadReport:
@@ -90,11 +92,10 @@ class Actor(Learner):
 
         Nothing but the reference is woken for it, and it sleeps again afterwards.
         """
-        sleeps = self.is_asleep
-        if sleeps:
+        if self._offload:
             self._on_ledger(self.sleeper.wake(REFERENCE))
         reference = list(self._log_probs(batch.groups, REFERENCE))
-        if sleeps:
+        if self._offload:
             self._on_ledger(self.sleeper.sleep(REFERENCE))
         return [group.rollout_log_prob_T() - theirs_T for group, theirs_T in zip(batch.groups, reference, strict=True)]
 

@@ -37,6 +37,8 @@ class Learner:
     """
 
     metrics_path = "optimizer"
+    resting: frozenset[str] = frozenset()
+    """Components that learning does not need: they sleep on when the rest wakes."""
 
     def __init__(
         self,
@@ -74,9 +76,10 @@ class Learner:
             self._is_awake = False
 
     def wake_up(self) -> None:
-        """Bring everything back; with `lazy_wake` the optimizer's state follows behind the first pass. Idempotent."""
+        """Bring back what learns; with `lazy_wake` the optimizer's state follows behind the first pass. Idempotent."""
         if not self._is_awake:
-            self._on_ledger(self.sleeper.wake(lazy=self._lazy_wake))
+            needed = set(self.sleeper.components()) - self.resting if self.resting else None
+            self._on_ledger(self.sleeper.wake(needed, lazy=self._lazy_wake))
             self._is_awake = True
 
     def _finish_waking(self) -> None:
@@ -114,6 +117,7 @@ class Learner:
         """
         self.wake_up()
         self._finish_waking()
+        self.sleeper.wake(self.resting)
         self.backend.load(directory)
         state = checkpoint.read_json(directory / _STATE)
         self.weight_version, self.num_updates = state["weight_version"], state["num_updates"]

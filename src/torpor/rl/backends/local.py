@@ -105,7 +105,12 @@ class OneProcessBackend(Backend):
         checkpoint.write_tensors(
             directory / "model.safetensors", {name: model[name] for name in model if name in untied}
         )
-        del model  # one of the two copies at a time
+        del model  # one copy at a time
+        for name, (frozen, _) in self._frozen.items():
+            # A run that goes on cannot make them again: they may come from a warm start.
+            state = sleeper.read(dict(frozen.named_parameters()))
+            checkpoint.write_tensors(directory / f"frozen-{name}.safetensors", state)
+            del state
         for name in self.optimizers:
             tensors, plain = checkpoint.split_optimizer_state(sleeper.optimizer_state_dict(name))
             checkpoint.write_tensors(directory / f"{name}.safetensors", tensors)
@@ -121,6 +126,9 @@ class OneProcessBackend(Backend):
                 f"unexpected {sorted(weights.keys() - wanted)}"
             )
         self.model.load_state_dict(weights, strict=False)  # ties are in the file once
+        for name, (frozen, _) in self._frozen.items():
+            state = checkpoint.read_tensors(directory / f"frozen-{name}.safetensors")
+            frozen.load_state_dict(state, strict=False)
         for name, optimizer in self.optimizers.items():
             tensors = checkpoint.read_tensors(directory / f"{name}.safetensors")
             plain = checkpoint.read_json(directory / f"{name}.json")
