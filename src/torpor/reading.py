@@ -80,21 +80,26 @@ class Reader:
         elif sleeping.fate in STORED and sleeping.place is not None:
             block = read(self._store, sleeping.place.slot, start, nbytes)
         elif sleeping.fate is Fate.REBUILT:
-            block = byte_view(self._rebuilt(sleeping).untyped_storage())[start : start + nbytes].clone()
+            block = self._rebuilt(sleeping, start, nbytes)
         else:
             block = torch.zeros(nbytes, dtype=torch.uint8)
         # bytes `[nbytes]` as a tensor of the dtype, shape and strides wanted, at offset 0
         return torch.empty(0, dtype=tensor.dtype).set_(block.untyped_storage(), 0, tensor.size(), tensor.stride())
 
-    def _rebuilt(self, sleeping: Sleeping) -> torch.Tensor:
-        """The whole storage, computed again on the host."""
+    def _rebuilt(self, sleeping: Sleeping, start: int, nbytes: int) -> torch.Tensor:
+        """Some bytes of the storage, computed again on the host; all of it is, where it cannot be narrowed."""
         entry = sleeping.decision.entry
-        original = entry.claims[0].tensor
-        whole = torch.empty_strided(original.size(), original.stride(), dtype=original.dtype)
-        if entry.rebuild is None:
+        original, rebuild = entry.claims[0].tensor, entry.rebuild
+        if rebuild is None:
             raise TypeError(f"{entry.name} is to be rebuilt, and no claim says how")
-        entry.rebuild.fn(whole, *(self.tensor(source) for source in entry.rebuild.sources))
-        return whole
+        if rebuild.narrow is None:
+            out = torch.empty_strided(original.size(), original.stride(), dtype=original.dtype)
+        else:
+            begin, end = start // original.itemsize, -(-(start + nbytes) // original.itemsize)
+            out = torch.empty(end - begin, dtype=original.dtype)
+            rebuild, start = rebuild.narrow(begin, end), start - begin * original.itemsize
+        rebuild.fn(out, *(self.tensor(source) for source in rebuild.sources))
+        return byte_view(out.untyped_storage())[start : start + nbytes].clone()
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

@@ -307,6 +307,33 @@ def test_params_wake_before_their_masters_and_are_read_while_all_sleep() -> None
         assert all(torch.equal(value, before[name]) for name, value in training.ddp.state_dict().items())
 
 
+def test_reading_one_parameter_reads_its_own_masters_only() -> None:
+    training = Training()
+    training.step(0)
+    flat = training.ddp.buffers[0].param_data
+    entry = _entries(training)["model.buffers[0].param_data"]
+    assert entry.rebuild is not None
+    assert entry.rebuild.narrow is not None
+    begin, end = 40, 2 * WIDTH * WIDTH
+    part = entry.rebuild.narrow(begin, end)
+    out = torch.full((end - begin,), 7, dtype=torch.bfloat16)
+    part.fn(out, *part.sources)
+    assert torch.equal(out, flat[begin:end])
+    assert sum(source.numel() for source in part.sources) <= end - begin
+    assert len(part.sources) < len(entry.rebuild.sources)
+
+
+def test_gradients_that_the_optimizer_reaches_by_another_way_are_gradients() -> None:
+    training = Training()
+    training.step(0)
+    shard = training.optimizer.shard_float16_groups[0][0]
+    shard.decoupled_grad = training.ddp.buffers[0].grad_data[: shard.numel()]
+    training.optimizer.optimizer.copies = {"a": shard}
+    with training.sleeper() as sleeper:
+        training.step(1)
+        assert set(_fates(sleeper.sleep(), "grads")) == {Fate.ZEROED}
+
+
 def test_a_sleeping_optimizer_refuses_before_it_reads_gradients() -> None:
     training = Training()
     with training.sleeper() as sleeper:

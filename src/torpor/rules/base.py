@@ -39,6 +39,8 @@ class Rebuild:
     sources: tuple[torch.Tensor, ...]
     agree: Callable[[bool], bool] = bool
     """Whether a rebuild that gave the right bits here did so on every rank that takes part in `fn`."""
+    narrow: Callable[[int, int], Rebuild] | None = None
+    """`narrow(begin, end)` rebuilds those elements of `out` alone, for reading one of many tensors in it."""
 
 
 class Standing(IntEnum):

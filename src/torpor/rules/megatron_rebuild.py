@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,9 +15,7 @@ from torpor.rules.megatron_optim import Piece
 
 _NO_MASTER = "not rebuilt: no optimizer of the actor has a master of"
 _QUANTIZED = "not rebuilt: its parameters are quantized"
-_KEPT_BY_OPTIMIZER = (
-    "not rebuilt: the optimizer keeps the masters itself, maybe low halves only"
-)
+_KEPT_BY_OPTIMIZER = "not rebuilt: the optimizer keeps the masters itself, maybe low halves only"
 _OWN_MASTER = "not rebuilt: in fp32 a parameter is its own master"
 
 _Span: TypeAlias = tuple[int, int]
@@ -59,8 +58,8 @@ def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]
     missing = _missing(buffer, spans, names)
     if missing:
         return Uncovered(f"{_NO_MASTER} {missing}")
-    refill = _Refill(buffer, spans)
-    return Rebuild(refill, masters, refill.agree)
+    refill = _Refill(spans, _bucket_spans(buffer), buffer.data_parallel_group, flat.device)
+    return Rebuild(refill, masters, refill.agree, partial(refill.narrow, masters))
 
 
 def _masters(found: Sequence[Piece]) -> tuple[torch.Tensor, ...] | None:
@@ -73,42 +72,61 @@ def _cast(out: torch.Tensor, master: torch.Tensor) -> None:
     out.copy_(master.detach().view(out.shape))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Refill:
     """Writes every element of a parameter buffer: zeros between parameters, rounded masters in them."""
 
-    def __init__(self, buffer: Any, spans: Sequence[_Span]) -> None:
-        self._spans = tuple(spans)
-        self._buckets = tuple(_bucket_spans(buffer))
-        self._group = buffer.data_parallel_group
-        self._device = buffer.param_data.device
+    spans: Sequence[_Span]
+    """Of the masters of this rank, in their order."""
+    buckets: Sequence[_Span]
+    """What the ranks gather at a time, each an equal share; nothing for a part of the buffer."""
+    group: Any
+    device: torch.device
+    """Where the group works: a host copy goes by way of it."""
 
     def __call__(self, out: torch.Tensor, *masters: torch.Tensor) -> None:
         flat = out.view(-1)
         flat.zero_()
-        for (begin, end), master in zip(self._spans, masters, strict=True):
+        for (begin, end), master in zip(self.spans, masters, strict=True):
             flat[begin:end].copy_(master.detach().view(-1))
-        if self._group.size() > 1:
-            for begin, end in self._buckets:
-                self._gather(flat[begin:end])
+        if self.group.size() == 1:
+            return
+        for begin, end in self.buckets:
+            self._gather(flat[begin:end])
+        if not self.buckets:
+            self._add_up(flat)
 
     def agree(self, alike: bool) -> bool:
         """Whether the bits were right on every rank: one that moves them would leave the others waiting at wake."""
-        if self._group.size() == 1:
+        if self.group.size() == 1:
             return alike
-        wrong = torch.tensor([not alike], dtype=torch.int32, device=self._device)
-        distributed.all_reduce(wrong, group=self._group)
+        wrong = torch.tensor([not alike], dtype=torch.int32, device=self.device)
+        distributed.all_reduce(wrong, group=self.group)
         return not wrong.item()
 
-    def _gather(self, bucket: torch.Tensor) -> None:
-        """All ranks' shards of one bucket, as the step's own parameter gather does it.
+    def narrow(self, masters: Sequence[torch.Tensor], begin: int, end: int) -> Rebuild:
+        """The elements from `begin` up to `end`, from those stretches of the masters that lie there."""
+        spans, sources = [], []
+        for (first, last), master in zip(self.spans, masters, strict=True):
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                spans.append((low - begin, high - begin))
+                sources.append(master.detach().view(-1)[low - first : high - first])
+        return Rebuild(_Refill(spans, (), self.group, self.device), tuple(sources))
 
-        On the device of the buffer also for a host copy: the group may not work on the host.
-        """
-        own = bucket.view(self._group.size(), -1)[self._group.rank()].to(self._device, copy=True)
-        whole = bucket if bucket.device == self._device else torch.empty_like(bucket, device=self._device)
-        distributed.all_gather_into_tensor(whole, own, group=self._group)
+    def _gather(self, bucket: torch.Tensor) -> None:
+        """All ranks' shards of one bucket, as the step's own parameter gather does it."""
+        own = bucket.view(self.group.size(), -1)[self.group.rank()].to(self.device, copy=True)
+        whole = bucket if bucket.device == self.device else torch.empty_like(bucket, device=self.device)
+        distributed.all_gather_into_tensor(whole, own, group=self.group)
         if whole is not bucket:
             bucket.copy_(whole)
+
+    def _add_up(self, flat: torch.Tensor) -> None:
+        """Stretches of several ranks, of any lengths: each byte is zero on all ranks but one."""
+        summed = flat.view(torch.uint8).to(self.device)
+        distributed.all_reduce(summed, group=self.group)
+        flat.view(torch.uint8).copy_(summed)
 
 
 def _span(part: torch.Tensor, flat: torch.Tensor) -> _Span:
