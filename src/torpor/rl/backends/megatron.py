@@ -1,0 +1,298 @@
+"""Megatron-Core: a Llama-shaped model on TransformerEngine's layers, in bf16 or a low-precision recipe.
+
+Each answer is a row of its own behind its prompt, because attention kernels of a low-precision stack know the causal
+mask and no other. Passes go through Megatron-Core's own schedule, which marks the first microbatch, after which
+quantized copies of weights are made anew, and ends gradients' accumulation. Frozen weights are host copies that
+trade places with the live ones while they score.
+
+Letter: `N` scored tokens of a microbatch, one answer after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torpor.errors import UsageError
+from torpor.rl.backends import megatron_checkpoint
+from torpor.rl.backends.base import Backend, LossOf, Score, World
+from torpor.rl.backends.fsdp import ProcessWorld
+from torpor.rl.backends.megatron_model import (
+    Parts,
+    build,
+    memory_pool,
+    require_megatron,
+    require_precision,
+    start_process_groups,
+    token_multiple,
+)
+from torpor.rl.backends.megatron_rows import Rows, lay_out
+from torpor.rl.backends.megatron_weights import Architecture, Parameter, parameters_of, to_megatron, to_transformers
+from torpor.rl.config import MegatronConfig, OptimizerConfig
+from torpor.rl.losses import token_statistics
+from torpor.rl.optimizers import set_learning_rate
+from torpor.rl.packing import Group
+from torpor.rules.megatron_optim import parts as optimizer_parts
+from torpor.rules.megatron_optim import unwrapped
+from torpor.sleeper import Sleeper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_IDLE = (Group((0,), ((0,),)),)
+"""What a rank with fewer microbatches than the others computes in their place: collectives need everybody."""
+
+
+class MegatronBackend(Backend):
+    """A policy in Megatron-Core, its optimizer, and frozen weights on the host.
+
+    Initialises `torch.distributed` and Megatron's parallel state if nobody did; without a launcher this process
+    is alone.
+
+    Args:
+        config: the model's shape, as transformers describes it.
+        megatron: precision, parallel layout and implementation.
+        optimizer: what steps it.
+        temperature: logits are divided by it.
+        logit_chunk_tokens: tokens whose logits exist at a time.
+        weights: initial weights under transformers' names; None: random ones.
+        snapshots: names under which the initial weights stay as frozen ones.
+        seed: of Megatron's random number trackers, and of random weights.
+
+    Raises:
+        UnsupportedError: a missing package, or a model, precision or layout that cannot run.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        megatron: MegatronConfig,
+        optimizer: OptimizerConfig,
+        temperature: float,
+        logit_chunk_tokens: int,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+        snapshots: Collection[str] = (),
+        seed: int = 0,
+    ) -> None:
+        require_megatron()
+        self.device = _device()
+        self._config = config
+        self._architecture = Architecture.of(config)
+        start_process_groups(megatron, self.device, seed)
+        require_precision(self._architecture, megatron)
+        self.world = _data_parallel_world()
+        self._parameters = list(
+            parameters_of(self._architecture, 1, fused_norms=megatron.transformer_impl == "transformer_engine")
+        )
+        self._multiple = token_multiple(megatron)
+        self._temperature, self._logit_chunk_tokens = temperature, logit_chunk_tokens
+        fill = None if weights is None else partial(_fill, weights=weights, parameters=self._parameters)
+        self._parts: Parts = build(self._architecture, megatron, optimizer, self.device, fill)
+        self._parts.chunk.train()
+        self.optimizers: Mapping[str, torch.optim.Optimizer]
+        """Torch's optimizers inside Megatron-Core's, by name."""
+        self.optimizers, _ = unwrapped({"optimizer": self._parts.optimizer})
+        self._snapshots: dict[str, dict[str, Tensor]] = {}
+        self.snapshots = frozenset()
+        for name in snapshots:
+            self.take_snapshot(name)
+
+    # --- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def chunk(self) -> Any:
+        """The model, in its `DistributedDataParallel`."""
+        return self._parts.chunk
+
+    @property
+    def optimizer(self) -> Any:
+        """The `MegatronOptimizer`."""
+        return self._parts.optimizer
+
+    def open_sleeper(self, **options: Any) -> Sleeper:
+        return Sleeper(self.chunk, optimizer=self.optimizer, **options)
+
+    # --- frozen weights --------------------------------------------------------------------------------
+
+    def take_snapshot(self, name: str) -> None:
+        """Keep the weights as they are under `name`, in host memory; an older snapshot of that name is overwritten.
+
+        All parameters are awake.
+        """
+        held = self._snapshots.setdefault(name, {})
+        for key, parameter in self.chunk.named_parameters():
+            if key not in held:
+                held[key] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=self.device.type == "cuda")
+            held[key].copy_(parameter.detach())
+        self.snapshots = frozenset(self._snapshots)
+
+    @torch.no_grad()
+    def _trade_places(self, name: str) -> None:
+        """Live and frozen weights change places, exactly; a second call puts them back."""
+        frozen = self._snapshots[name]
+        for key, parameter in self.chunk.named_parameters():
+            live = parameter.detach().clone()
+            parameter.copy_(frozen[key])
+            frozen[key].copy_(live)
+
+    # --- passes ----------------------------------------------------------------------------------------
+
+    def score(self, runs: Sequence[Sequence[Group]], *, snapshot: str | None = None) -> Iterator[Score]:
+        """Of frozen weights all scores are there before the first is given out, and the live weights back."""
+        if snapshot is not None and snapshot not in self._snapshots:
+            raise UsageError(f"snapshot {snapshot!r}: this backend has {sorted(self._snapshots)}")
+        if not runs and self.world.size == 1:
+            return iter(())
+        if snapshot is None:
+            return iter(self._scores(runs))
+        self._trade_places(snapshot)
+        try:
+            return iter(self._scores(runs))
+        finally:
+            self._trade_places(snapshot)
+
+    @torch.no_grad()
+    def _scores(self, runs: Sequence[Sequence[Group]]) -> list[Score]:
+        everywhere = self._as_many_everywhere(runs)
+
+        def keep(index: int, scores: list[Score], output: Tensor, non_loss_data: bool = False) -> list[Score]:
+            return scores if everywhere[index] else []
+
+        found = self._run(everywhere, keep, forward_only=True, collect_non_loss_data=True)
+        return [score for scores in found for score in scores]
+
+    def accumulate(self, runs: Sequence[Sequence[Group]], loss_of: LossOf) -> float:
+        everywhere = self._as_many_everywhere(runs)
+        if not everywhere:
+            return 0.0
+        nothing = torch.zeros((), dtype=torch.int, device=self.device)
+
+        def share(index: int, scores: list[Score], output: Tensor) -> tuple[Tensor, Tensor, float]:
+            loss = loss_of(index, scores) if everywhere[index] else 0.0 * output.sum()
+            return loss, nothing, loss.item()
+
+        losses: list[float] = self._run(everywhere, share, forward_only=False)
+        return sum(losses)
+
+    def _as_many_everywhere(self, runs: Sequence[Sequence[Group]]) -> list[Sequence[Group]]:
+        """`runs`, with empty ones behind them until every rank has as many."""
+        most = max(self.world.gather(len(runs)))
+        return [*runs, *([()] * (most - len(runs)))]
+
+    def _run(self, runs: Sequence[Sequence[Group]], judge: Callable[..., Any], **options: Any) -> list[Any]:
+        """Megatron-Core's schedule over `runs`; what `judge` gave of each."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(numbered: Iterator[tuple[int, Sequence[Group]]], chunk: nn.Module) -> tuple[Tensor, Any]:
+            index, groups = next(numbered)
+            rows = lay_out(groups or _IDLE, self.device, self._multiple)
+            output_2N = chunk(
+                rows.token_ids_BT,
+                rows.position_ids_BT,
+                None,
+                output_processor=self._statistics,
+                output_processor_context=rows,
+            )
+            return output_2N, partial(judge, index, _by_group(output_2N, rows))
+
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(enumerate(runs)),
+            model=self.chunk,
+            num_microbatches=len(runs),
+            seq_length=1,  # read by pipeline parallelism alone, as is the next
+            micro_batch_size=1,
+            **options,
+        )
+        return found
+
+    def _statistics(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Rows, **_: Any
+    ) -> Tensor:
+        """Log-probability and entropy of each scored token, fp32 `[2, N]`, in place of the logits."""
+        log_prob_N, entropy_N = token_statistics(
+            hidden_states.flatten(0, 1)[context.predictor_N],
+            output_layer.weight if output_weight is None else output_weight,
+            context.target_N,
+            temperature=self._temperature,
+            chunk_tokens=self._logit_chunk_tokens,
+        )
+        return torch.stack([log_prob_N, entropy_N])
+
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
+        optimizer = self.optimizer
+        for part in optimizer_parts(optimizer):
+            part.config.clip_grad = float("inf") if max_grad_norm is None else max_grad_norm
+        for inner in self.optimizers.values():
+            set_learning_rate(inner, learning_rate)
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if not torch.isfinite(torch.tensor(norm)):
+            raise RuntimeError(f"the gradient norm is {norm}; nothing was stepped")
+        with memory_pool(self.device):  # moments are made by the first step
+            optimizer.step()
+        self.chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        return norm
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    def weights(self, sleeper: Sleeper) -> Iterator[tuple[str, Tensor]]:
+        held = dict(self._parts.model.named_parameters())
+        for parameter in self._parameters:
+            yield from to_transformers(parameter, [sleeper.read(held[parameter.name].detach())])
+
+    def save(self, sleeper: Sleeper, directory: Path) -> None:
+        """A checkpoint that transformers loads, and beside it what a resume needs; each rank writes its own share."""
+        if self.world.rank == 0:
+            self._config.save_pretrained(directory)
+            megatron_checkpoint.write_model(directory, self.weights(sleeper))
+        megatron_checkpoint.write_training_state(
+            directory, self.optimizers, self._parts.model, sleeper, self.device, self.world.rank
+        )
+
+    def load(self, directory: Path) -> None:
+        weights = megatron_checkpoint.read_model(directory)
+        wanted = {part for parameter in self._parameters for part in parameter.parts}
+        if weights.keys() != wanted:
+            raise UsageError(
+                f"{directory} is of another model: missing {sorted(wanted - weights.keys())}, "
+                f"unexpected {sorted(weights.keys() - wanted)}"
+            )
+        _fill(self._parts.model, weights=weights.items(), parameters=self._parameters)
+        with memory_pool(self.device):
+            megatron_checkpoint.read_training_state(
+                directory, self.optimizers, self._parts.model, self.device, self.world.rank
+            )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _data_parallel_world() -> World:
+    from megatron.core import parallel_state
+
+    if parallel_state.get_data_parallel_world_size() == 1:
+        return World()
+    return ProcessWorld(parallel_state.get_data_parallel_group_gloo())
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]], parameters: Sequence[Parameter]) -> None:
+    """Set the model's parameters, wrapped or not, to weights under transformers' names."""
+    held = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    for name, tensor in to_megatron(dict(weights), parameters):
+        if held[name].shape != tensor.shape:
+            raise UsageError(f"{name} has shape {tuple(held[name].shape)}, the weights {tuple(tensor.shape)}")
+        held[name].copy_(tensor)
+
+
+def _by_group(output_2N: Tensor, rows: Rows) -> list[Score]:
+    return [(log_prob_T, entropy_T.detach()) for log_prob_T, entropy_T in torch.split(output_2N, list(rows.lengths), 1)]
