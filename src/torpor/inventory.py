@@ -382,7 +382,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _move_what_has_no_source(inventory: Inventory) -> None:
-    """A rebuild needs sources that themselves come back by copy, or never left."""
+    """A rebuild needs sources that come back by copy, never left, or are rebuilt from such as do: one step, no more."""
     for entry, reason in [(entry, _missing_source(inventory, entry)) for entry in inventory.entries]:
         if reason:
             entry.fate, entry.reason = Fate.MOVED, reason
@@ -396,9 +396,17 @@ def _missing_source(inventory: Inventory, entry: Entry) -> str:
             home = inventory.find(part)
             if home is entry:
                 return "not rebuilt: its source shares its memory"
-            if home is not None and home.fate in _GIVES_UP_CONTENTS:
+            if home is not None and home.fate in _GIVES_UP_CONTENTS and not _is_rebuilt_first(inventory, home):
                 return f"not rebuilt: its source {home.name} is {home.fate}"
     return ""
+
+
+def _is_rebuilt_first(inventory: Inventory, entry: Entry) -> bool:
+    """Whether it is rebuilt, and from nothing that is."""
+    if entry.rebuild is None:
+        return False
+    homes = [inventory.find(part) for source in entry.rebuild.sources for part in _parts(source)]
+    return all(home is None or home.fate not in _GIVES_UP_CONTENTS for home in homes)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

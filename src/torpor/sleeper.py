@@ -50,7 +50,7 @@ from torpor.rules.standard import standard_rules
 from torpor.shelf import Shelf
 from torpor.stores import open_store
 from torpor.stores.base import Store
-from torpor.waking import wake_up
+from torpor.waking import rebuilt_first, wake_up
 
 Components = str | Iterable[str] | None
 _Optimizer = torch.optim.Optimizer | MegatronOptimizer
@@ -472,12 +472,13 @@ class Sleeper:
             def use_comms() -> None:
                 rows.extend(comms.wake(agreed, watch) if comms is not None else ())
 
+            back = {id(s) for s in (*(s for s in sleepers if s.fate in STORED), *rebuilt_first(sleepers))}
             wake_up(
                 sleepers,
                 self._store,
                 watch,
                 agreed,
-                resolve=self._reader(but={id(s) for s in sleepers if s.fate in STORED}).tensor,
+                resolve=self._reader(but=back).tensor,
                 verify=self._verify,
                 wait_s=wait_s,
                 last=use_comms,

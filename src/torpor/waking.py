@@ -14,6 +14,7 @@ from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
 from torpor.memory.base import MemoryBackend
+from torpor.rules.walk import plain
 from torpor.stores.base import Store
 from torpor.transfer import load
 
@@ -88,11 +89,28 @@ def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
     for sleeping in sleepers:
         if sleeping.fate is Fate.ZEROED:
             sleeping.bytes.zero_()
-    for sleeping in [s for s in sleepers if s.fate is Fate.REBUILT]:
+    first = {id(s) for s in rebuilt_first(sleepers)}
+    rebuilt = [s for s in sleepers if s.fate is Fate.REBUILT]
+    for sleeping in sorted(rebuilt, key=lambda s: id(s) not in first):
         rebuild = sleeping.decision.entry.rebuild
         if rebuild is not None:
             out = sleeping.decision.entry.claims[0].tensor
             rebuild.fn(out, *(resolve(source) for source in rebuild.sources))
+
+
+def rebuilt_first(sleepers: Sequence[Sleeping]) -> list[Sleeping]:
+    """What is rebuilt from nothing that is itself rebuilt in the same call, so that the rest finds it there."""
+    rebuilt = [s for s in sleepers if s.fate is Fate.REBUILT]
+    storages = {storage._cdata for s in rebuilt for storage in s.decision.entry.storages}
+    return [s for s in rebuilt if storages.isdisjoint(source_storages(s))]
+
+
+def source_storages(sleeping: Sleeping) -> set[int]:
+    """`UntypedStorage._cdata` of what it is rebuilt from."""
+    rebuild = sleeping.decision.entry.rebuild
+    sources = rebuild.sources if rebuild is not None else ()
+    parts = (part for source in sources for _, part, why_left in plain("", source) if not why_left)
+    return {part.untyped_storage()._cdata for part in parts}
 
 
 def _verify(sleepers: Sequence[Sleeping]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from contracts.rule_contract import RuleContract
-from stand_ins import te
+from stand_ins import megatron, te
 from torpor import Sleeper
 from torpor.inventory import Entry, take_inventory
 from torpor.kinds import Fate, Role
@@ -285,3 +286,26 @@ def test_a_transpose_alone_has_no_part_in_another_tensors_directions() -> None:
     out = torch.empty(te.WIDTH, te.WIDTH, dtype=torch.int8)
     rebuild(out, copy.deepcopy(only_rows.first.weight))
     assert torch.equal(out, only_rows.first._fp8_workspaces["weight"]._data)
+
+
+def test_under_a_graph_weights_are_rebuilt_from_masters_and_quantized_from_there(monkeypatch, state) -> None:
+    with megatron.imported(monkeypatch):
+        ddp = megatron.DistributedDataParallel(te.Net().bfloat16())
+        optimizer = megatron.DistributedOptimizer(partial(torch.optim.AdamW, lr=1e-2), ddp)
+        options = {"memory": "madvise", "rematerialize_param_from_master_weight": True, "report_leftovers": False}
+        with Sleeper(ddp, optimizer=optimizer, store="pageable", **options) as sleeper:
+            ddp(_batch(0, 0).bfloat16(), is_first_microbatch=True).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                ddp(_batch(0, 1).bfloat16(), is_first_microbatch=True)
+            state.skip_fp8_weight_update_tensor = torch.zeros(1)
+            net = ddp.module
+            before = [part.clone() for m in (net.first, net.second) for part in _parts(m)]
+            for ways in ([None], ["caches", None], ["params", "caches", None]):
+                ledger = sleeper.sleep()
+                assert {row.fate for row in _caches(ledger)} == {Fate.REBUILT}
+                assert any(row.fate is Fate.REBUILT for row in ledger.rows if row.component == "params")
+                for way in ways:
+                    sleeper.wake(way)
+                parts = [part for m in (net.first, net.second) for part in _parts(m)]
+                assert all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))
