@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from torch.distributed import ProcessGroup
@@ -55,6 +55,7 @@ from torpor.waking import rebuilt_first, wake_up
 Components = str | Iterable[str] | None
 _Optimizer = torch.optim.Optimizer | MegatronOptimizer
 _Names = frozenset[str] | None
+_T = TypeVar("_T")
 
 #: Component names that may be asked for although nothing in them exists yet.
 _KNOWN = ("params", "adapters", "grads", "optimizer", "buffers", "caches", "comms")
@@ -377,15 +378,31 @@ class Sleeper:
             ClosedError, UsageError: before the first tensor.
         """
         model = _only(self._actor.models, name, "model")
-        self._settle()
-        with self._lock, self._guards.suspended():
-            self._require_open()
-            state = model.state_dict()
-        return self._stream(state)
+        return self._stream(self.peek(model.state_dict))
 
     def read(self, tensors: Any) -> Any:
         """Any nesting of tensors with a host copy in the place of each that sleeps; the others pass, detached."""
         return self._read(lambda: tensors)
+
+    @property
+    def models(self) -> Mapping[str, torch.nn.Module]:
+        """The modules that were handed over, by name."""
+        return self._actor.models
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizers that were handed over, by name; of one that wraps others, those."""
+        return self._actor.optimizers
+
+    def peek(self, look: Callable[[], _T]) -> _T:
+        """What `look()` returns, with the guards off: it may call `state_dict()` of what sleeps.
+
+        The tensors it sees are those of the actor; `read` gives the contents of those that sleep.
+        """
+        self._settle()
+        with self._lock, self._guards.suspended():
+            self._require_open()
+            return look()
 
     # ---------------------------------------------------------------- inside
 
