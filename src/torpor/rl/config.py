@@ -341,8 +341,8 @@ class RunConfig(Section):
     """CPU threads of torch; 0 leaves its own choice."""
     runtime: Literal["local", "ray"] = "local"
     """Where the roles run: in this process, or in processes of a Ray cluster."""
-    backend: Literal["local", "fsdp"] = "local"
-    """What trains: plain PyTorch in one process, or FSDP2 over the actor's ranks."""
+    backend: Literal["local", "fsdp", "megatron"] = "local"
+    """What trains: plain PyTorch in one process, FSDP2 over the actor's ranks, or Megatron-Core on a GPU."""
     model: Model = TinyModel()
     task: Task = StringTask()
     rollout: RolloutConfig = RolloutConfig()
@@ -356,6 +356,7 @@ class RunConfig(Section):
     memory: Annotated[MemoryConfig, tyro.conf.arg(name="")] = MemoryConfig()
     report: ReportConfig = ReportConfig()
     ray: RayConfig = RayConfig()
+    megatron: Annotated[MegatronConfig, tyro.conf.arg(name="")] = MegatronConfig()
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -373,6 +374,7 @@ def find_clashes(config: RunConfig) -> Iterator[str]:
     yield from _critic_clashes(config)
     yield from _memory_clashes(config.memory)
     yield from _runtime_clashes(config)
+    yield from _megatron_clashes(config)
     if config.resume and config.run_dir is None:
         yield "resume = true and run_dir = none clash: name the directory of the run to go on with"
 
@@ -394,6 +396,27 @@ def _runtime_clashes(config: RunConfig) -> Iterator[str]:
             f"algorithm.updates_per_rollout = {config.algorithm.updates_per_rollout} clash: the groups cannot be dealt "
             "out evenly"
         )
+
+
+def _megatron_clashes(config: RunConfig) -> Iterator[str]:
+    if config.backend != "megatron":
+        names = _changed(config.megatron)
+        if names:
+            yield f"{', '.join(names)} and backend = {config.backend} clash: set backend = megatron"
+        return
+    if config.runtime == "ray":
+        yield "backend = megatron and runtime = ray clash: it runs in the process of the loop; set runtime = local"
+    if config.algorithm.kl_in == "reward":
+        yield (
+            "backend = megatron and algorithm.kl_in = reward clash: the frozen weights have no device memory of their "
+            "own that could be awake without the actor; set kl_in = loss"
+        )
+
+
+def _changed(section: Section) -> list[str]:
+    """The names of settings that are not as they would be if nobody had set them."""
+    chosen, usual = section.model_dump(), type(section)().model_dump()
+    return [name for name in chosen if chosen[name] != usual[name]]
 
 
 def _task_clashes(task: Task) -> Iterator[str]:
@@ -444,8 +467,7 @@ def _critic_clashes(config: RunConfig) -> Iterator[str]:
             "an answer that is alone is as good as its group; sample more, or set advantages = gae"
         )
     if config.critic != CriticConfig():
-        chosen, usual = config.critic.model_dump(), CriticConfig().model_dump()
-        names = [f"critic.{name}" for name in chosen if chosen[name] != usual[name]]
+        names = [f"critic.{name}" for name in _changed(config.critic)]
         yield f"{', '.join(names)} and algorithm.advantages = group clash: there is no critic; set advantages = gae"
 
 

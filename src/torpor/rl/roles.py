@@ -16,6 +16,7 @@ from torpor.rl.actor import REFERENCE, Actor
 from torpor.rl.backends.base import Backend
 from torpor.rl.backends.fsdp import FsdpBackend, FsdpCriticBackend
 from torpor.rl.backends.local import LocalBackend, LocalCriticBackend
+from torpor.rl.backends.megatron import MegatronBackend
 from torpor.rl.critic import Critic
 from torpor.rl.models import value_model
 from torpor.rl.rollout.embedded import EmbeddedEngine
@@ -51,6 +52,7 @@ def build_actor(
         ),
         on_ledger=on_ledger,
         **sleep_options(config.memory, run),
+        **_rule_options(config),
     )
 
 
@@ -75,6 +77,8 @@ def build_critic(
 
 def build_engine(config: cfg.RunConfig, model: PreTrainedModel) -> EmbeddedEngine:
     """An engine that takes `model` over, asleep if it may be; its weights come with the first update."""
+    if config.backend == "megatron":
+        _move(model, torch.bfloat16)
     engine = EmbeddedEngine(model, kv_cache_bytes=config.rollout.kv_cache_mib * MIB, weight_version=None)
     if config.memory.engine_sleeps:
         engine.sleep()
@@ -85,7 +89,7 @@ def sleep_options(memory: cfg.MemoryConfig, run: RunDirectory) -> dict[str, Any]
     """How a learner sleeps: options of `Learner` and its sleeper."""
     return {
         "offload": memory.learners_sleep,
-        "store": _file_store(memory, run) if memory.offload_train_target == "disk" else "pageable",
+        "store": _file_store(memory, run) if memory.offload_train_target == "disk" else _host_store(),
         "verify": memory.verify,
         "lazy_wake": memory.lazy_wake,
         "report_leftovers": memory.report_leftovers,
@@ -104,15 +108,47 @@ def _policy_backend(config: cfg.RunConfig, model: PreTrainedModel) -> Backend:
             return LocalBackend(model, **options)
         case "fsdp":
             return FsdpBackend(model, _all_ranks(model.device), **options)
+        case "megatron":
+            options["snapshots"] = tuple(options["snapshots"] or ())
+            weights = model.named_parameters()
+            return MegatronBackend(model.config, megatron=config.megatron, weights=weights, seed=config.seed, **options)
 
 
 def _critic_backend(config: cfg.RunConfig, model: PreTrainedModel) -> Backend:
     values, optimizer = value_model(model), config.critic.optimizer
     match config.backend:
-        case "local":
+        case "local" | "megatron":
+            if config.backend == "megatron":
+                _move(values, torch.float32)
             return LocalCriticBackend(values, optimizer=optimizer)
         case "fsdp":
             return FsdpCriticBackend(values, _all_ranks(model.device), optimizer=optimizer)
+
+
+def _rule_options(config: cfg.RunConfig) -> dict[str, bool]:
+    """What the sleeper's rules for Megatron-Core and TransformerEngine are told."""
+    if config.backend != "megatron":
+        return {}
+    megatron = config.megatron
+    return {
+        "clear_quantized_weight_workspaces": megatron.clear_quantized_weight_workspaces_on_offload,
+        "rematerialize_param_from_master_weight": megatron.rematerialize_param_from_master_weight,
+    }
+
+
+def _move(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and buffers to the GPU, if there is one; only parameters to `dtype`: rotary frequencies need fp32."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(device))
+
+
+def _host_store() -> str:
+    """Page-locked memory where a GPU copies into it."""
+    return "pinned" if torch.cuda.is_available() else "pageable"
 
 
 def _all_ranks(device: torch.device) -> DeviceMesh:

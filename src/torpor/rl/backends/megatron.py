@@ -253,6 +253,7 @@ class MegatronBackend(Backend):
         if self.world.rank == 0:
             self._config.save_pretrained(directory)
             megatron_checkpoint.write_model(directory, self.weights(sleeper))
+            megatron_checkpoint.write_snapshots(directory, self._snapshots)
         megatron_checkpoint.write_training_state(
             directory, self.optimizers, self._parts.model, sleeper, self.device, self.world.rank
         )
@@ -266,6 +267,7 @@ class MegatronBackend(Backend):
                 f"unexpected {sorted(weights.keys() - wanted)}"
             )
         _fill(self._parts.model, weights=weights.items(), parameters=self._parameters)
+        megatron_checkpoint.read_snapshots(directory, self._snapshots)
         with memory_pool(self.device):
             megatron_checkpoint.read_training_state(
                 directory, self.optimizers, self._parts.model, self.device, self.world.rank

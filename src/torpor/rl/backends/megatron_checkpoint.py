@@ -40,6 +40,20 @@ def read_model(directory: Path) -> dict[str, Tensor]:
     return checkpoint.read_tensors(directory / "model.safetensors")
 
 
+def write_snapshots(directory: Path, snapshots: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Frozen weights, under Megatron-Core's names: a run that goes on cannot make them again."""
+    for name, weights in snapshots.items():
+        checkpoint.write_tensors(directory / f"frozen-{name}.safetensors", weights)
+
+
+def read_snapshots(directory: Path, snapshots: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Into the host memory that they have."""
+    for name, weights in snapshots.items():
+        saved = checkpoint.read_tensors(directory / f"frozen-{name}.safetensors")
+        for key, tensor in weights.items():
+            tensor.copy_(saved[key])
+
+
 def write_training_state(
     directory: Path,
     optimizers: Mapping[str, torch.optim.Optimizer],

@@ -5,6 +5,7 @@ Read and run with Megatron-Core 0.19.2 and TransformerEngine 2.20.2. Neither is 
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -109,6 +110,7 @@ def _start_distributed(device: torch.device) -> None:
         dist.init_process_group(names)
     else:
         dist.init_process_group(names, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
 
 
 def require_precision(architecture: Architecture, config: MegatronConfig) -> None:
