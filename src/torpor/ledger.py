@@ -13,6 +13,8 @@ from torpor.kinds import Fate, Role
 
 #: Lines of `table()` for tensors that stayed on the device; all of them are in `leftovers`.
 _MAX_LEFTOVERS = 8
+#: What a GPU's account may leave unexplained: kernels that the driver loads on first use take tens of MiB.
+TOLERANCE_BYTES = 64 * 1024**2
 
 
 @dataclass(slots=True)  # frozen takes twice as long to make, and there is one for each storage at first
@@ -46,6 +48,43 @@ class Leftover:
     holder: str
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceAccount:
+    """Every byte of a GPU's memory that the driver counts, under one line, when the call was over.
+
+    Example: `DeviceAccount("cuda:0", 900, True, {"storages awake": 300, "context, kernels and libraries": 500})`
+    leaves 100 bytes unexplained.
+    """
+
+    device: str
+    used_bytes: int
+    """What the driver counts."""
+    is_own: bool
+    """Whether that is this process alone; else it is all processes on the device together."""
+    lines: dict[str, int]
+    """Bytes by what they are. What torch's allocator does not know is taken for what it was at the first account."""
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """What no line holds: kernels loaded since the first account, communicators, memory of other libraries."""
+        return self.used_bytes - sum(self.lines.values())
+
+    @property
+    def closes(self) -> bool:
+        """Whether no more than `TOLERANCE_BYTES` are unexplained."""
+        return abs(self.unexplained_bytes) <= TOLERANCE_BYTES
+
+    def text(self) -> str:
+        """For a person, in GiB."""
+        judge = "of this process" if self.is_own else "of all processes"
+        lines = ", ".join(f"{name} {nbytes / GIB:.3f}" for name, nbytes in self.lines.items())
+        verdict = "" if self.closes else f": more than the {TOLERANCE_BYTES / GIB:.3f} that kernels may take"
+        return (
+            f"{self.device}, {judge}: {self.used_bytes / GIB:.3f} GiB = {lines}, "
+            f"unexplained {self.unexplained_bytes / GIB:.3f}{verdict}"
+        )
+
+
 @dataclass(slots=True)
 class Ledger:
     """What one call did. Bytes are bytes, seconds are seconds; GiB (1024**3) appear in `table()` only."""
@@ -67,6 +106,8 @@ class Ledger:
     counts_host: bool = True
     """Whether `used_before_bytes` and `used_after_bytes` are host memory, which the store's own is a part of."""
     leftovers: list[Leftover] = field(default_factory=list)
+    devices: list[DeviceAccount] = field(default_factory=list)
+    """One account for each GPU, where leftovers are looked for."""
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +132,13 @@ class Ledger:
     @property
     def unexplained_bytes(self) -> int:
         """How far the kernel's difference is from ours, the store's own host memory taken out: positive if more
-        memory is in use after the call than the account says. Other threads of the process move it too."""
+        memory is in use after the call than the account says. Other threads of the process move it too.
+
+        Of GPUs: what is under no line of `devices`. Without those, cached blocks that the driver got back as well
+        make it negative.
+        """
+        if self.devices:
+            return sum(account.unexplained_bytes for account in self.devices)
         used = self.used_after_bytes - self.used_before_bytes
         own = self.host_bytes - self.host_before_bytes if self.counts_host else 0
         return used - own + self.freed_bytes - self.taken_bytes
@@ -124,6 +171,8 @@ class Ledger:
     def to_json(self) -> dict[str, Any]:
         """The ledger as plain JSON values, with its totals."""
         plain = asdict(self)
+        for account, entry in zip(self.devices, plain["devices"], strict=True):
+            entry |= {"unexplained_bytes": account.unexplained_bytes, "closes": account.closes}
         plain["totals"] = {
             "nbytes": self.nbytes,
             "copied_bytes": self.copied_bytes,
@@ -150,6 +199,8 @@ class Ledger:
             yield f"rate: {self.bytes_per_s / 1e9:.2f} GB/s"
         if self.stages:
             yield "seconds: " + ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stages.items())
+        for account in self.devices:
+            yield account.text()
         for left in self.leftovers[:_MAX_LEFTOVERS]:
             yield (
                 f"left on {left.device}: {left.nbytes / GIB:.3f} GiB, {left.dtype} {list(left.shape)}, "

@@ -39,7 +39,9 @@ from torpor.kinds import Fate, Role, State
 from torpor.ledger import Ledger, Row, Stopwatch, add_up
 from torpor.leftovers import find_leftovers
 from torpor.memory import open_backends
+from torpor.memory.account import Accountant, Addresses
 from torpor.memory.base import MemoryBackend, byte_view
+from torpor.memory.gpu import GpuBackend
 from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
 from torpor.rules.base import Actor, Claim, Rule
@@ -79,9 +81,10 @@ class Sleeper:
         store: where bytes wait: `"file"` (node-local disk), `"pageable"` or `"pinned"` (host memory), or a `Store`.
             Default: `"pinned"` once CUDA is in use, else `"file"`.
         store_dir: directory of the file store; private to the user, on a disk. Default: see `FileStore`.
-        memory: how memory is given back: `"auto"`, the name of one backend (`"madvise"`, `"resize"`, `"vmm"`), or
-            backends. `"auto"` is `madvise` for host memory; on a GPU `vmm` for what `torpor.pool()` holds and
-            `resize` for the rest.
+        memory: how memory is given back: `"auto"`, the name of one backend (`"madvise"`, `"resize"`, `"vmm"`,
+            `"torch_memory_saver"`), or backends. `"auto"` is `madvise` for host memory; on a GPU `vmm` for what
+            `torpor.pool()` holds and `resize` for the rest. `"torch_memory_saver"` is for memory in regions of that
+            library, made without a backup of its own.
         verify: compare each storage's fingerprint at wake with the one taken at sleep, and rebuild what is to be
             rebuilt once before its original is freed.
         keep: components that never sleep.
@@ -94,8 +97,9 @@ class Sleeper:
         rematerialize_param_from_master_weight: rebuild Megatron-Core's low-precision parameters from their fp32
             masters instead of copying them; with data parallelism sleep, wake and reading are then collective
             calls of its group.
-        report_leftovers: name tensors of at least 1 MiB that stay on the device in no component (scans the
-            process's Python objects once a sleep).
+        report_leftovers: name tensors of at least 1 MiB that stay on the device in no component, and account for
+            every byte that a GPU's driver counts (scans the process's Python objects once a sleep, and looks at
+            torch's allocator once more a call).
         group: the ranks that sleep and wake together: a call succeeds on all of them or changes nothing on any, and
             then each gets a `RankError` that names the culprit. All make the same calls in the same order.
         agree_timeout_s: how long each step of such a call waits for the slowest rank.
@@ -158,6 +162,8 @@ class Sleeper:
         self._partly: set[str] = set()
         self._background: Handle | None = None
         self._devices: set[torch.device] = set()
+        self._accountant = Accountant([b for b in self._every_backend() if isinstance(b, GpuBackend)])
+        self._known_on_gpus: frozenset[int] = frozenset()
         self._closed = False
 
     # ---------------------------------------------------------------- sleep and wake
@@ -501,6 +507,8 @@ class Sleeper:
                 last=use_comms,
             )
             self._release(sleepers)
+            if self._report_leftovers:
+                self._known_on_gpus |= {s.storage.data_ptr() for s in sleepers if not s.is_on_host}
             for sleeping in sleepers:
                 sleeping.copied_bytes = sleeping.place.slot.nbytes if sleeping.place is not None else 0
             with watch.stage("account"):
@@ -513,6 +521,8 @@ class Sleeper:
         inventory = self._inventory()
         self._require_known(names, inventory)
         self._devices = {entry.device for entry in inventory.entries}
+        if self._report_leftovers:
+            self._known_on_gpus = frozenset(e.address for e in inventory.entries if e.device.type == "cuda")
         asleep = self._asleep_keys()
         entries = [
             entry
@@ -648,6 +658,17 @@ class Sleeper:
         ledger.used_after_bytes = self._used_bytes()
         ledger.store_bytes = self._store.reserved_bytes
         ledger.host_bytes = self._store.host_bytes
+        if self._report_leftovers:
+            comms_bytes = sum(row.freed_bytes for row in ledger.rows if row.component == COMPONENT)
+            self._accountant.outside(-comms_bytes if ledger.kind == "sleep" else comms_bytes)
+            ledger.devices = self._accountant.accounts(self._gpus(), self._addresses())
+
+    def _addresses(self) -> Addresses:
+        """Where on GPUs storages are; one that sleeps without its address kept is nowhere."""
+        asleep = [s.decision for group in self._asleep.values() for s in group]
+        kept = frozenset(d.entry.address for d in asleep if d.backend is not None and d.backend.keeps_address)
+        moved = {d.entry.address for d in asleep if d.backend is not None and not d.backend.keeps_address}
+        return Addresses(self._known_on_gpus - moved - kept, kept)
 
     def _used_bytes(self) -> int:
         """Of the GPUs that have storages; of the host where none has: there the store's own memory counts too."""

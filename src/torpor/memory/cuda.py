@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 
 import torch
 
 from torpor.errors import MemoryBackendError, UnsupportedError
-from torpor.memory import allocator
+from torpor.memory import allocator, nvml
 from torpor.memory.base import MemoryBackend, byte_view
 
 DRIVER_LIBRARY = "libcuda.so.1"
@@ -44,35 +43,25 @@ def _driver() -> ctypes.CDLL:
 def used_bytes(device: torch.device) -> int:
     """Bytes of `device` that this process holds as NVML tells it, or all processes together where it cannot.
 
-    NVML cannot without the package `nvidia-ml-py`, or in a container that hides the host's process ids.
-    Which of the two it is stays the same for the life of the process.
+    Which of the two it is stays the same for the life of the process: see `tells_processes_apart`.
     """
-    if _nvml_knows_us(device.index):
-        return _nvml_used_bytes(device.index)
+    if tells_processes_apart(device):
+        own = nvml.process_bytes(_uuid(device))
+        if own is not None:
+            return own
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
 @cache
-def _nvml_knows_us(index: int) -> bool:
-    try:
-        import pynvml
-    except ImportError:
-        return False
-    try:
-        pynvml.nvmlInit()
-        return _nvml_used_bytes(index) > 0
-    except pynvml.NVMLError:
-        return False
+def tells_processes_apart(device: torch.device) -> bool:
+    """Whether NVML is there and knows what of `device` is this process's."""
+    torch.cuda.synchronize(device)  # without a context the process is not known there
+    return nvml.process_bytes(_uuid(device)) is not None
 
 
-def _nvml_used_bytes(index: int) -> int:
-    import pynvml
-
-    uuid = torch.cuda.get_device_properties(index).uuid
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    return sum(p.usedGpuMemory or 0 for p in processes if p.pid == os.getpid())
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def self_test(backend: MemoryBackend, storage: torch.UntypedStorage) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from torpor.memory import cuda
+from torpor.memory.allocator import Int64s, Rows
 from torpor.memory.base import MemoryBackend
 
 
@@ -27,3 +29,13 @@ class GpuBackend(MemoryBackend):
     def settle(self) -> None:
         """Have torch return cached blocks outside all pools to the driver."""
         torch.cuda.empty_cache()
+
+    def states_of(self, segments: Rows) -> Int64s:
+        """For each row of `allocator.SEGMENT`: 1 if this backend's own allocator made it, 0 if it has no memory now,
+        -1 if it is not of this backend.
+        """
+        return np.full(len(segments), -1)
+
+    def idle_bytes(self, device: torch.device) -> int:
+        """Memory of this backend's own allocator that torch's allocator does not know."""
+        return 0

@@ -164,6 +164,12 @@ class TorchMemorySaverBackend(GpuBackend):
     def graphs_may_live(self) -> bool:
         return bool(self._foreign_pools)
 
+    def states_of(self, segments: Rows) -> Int64s:
+        inside = np.isin(segments["address"], self._look.segments["address"])
+        gone = [rows["address"] for rows in self._paused.values()]
+        paused = np.isin(segments["address"], np.concatenate(gone) if gone else [])
+        return np.where(paused, 0, np.where(inside, 1, -1))
+
     def _look_at(self, snapshot: Snapshot) -> _Look:
         regions = self._library.regions()
         tags = sorted({region.tag for region in regions})

@@ -23,7 +23,7 @@ import torch
 
 from torpor.errors import DriverError, MemoryBackendError, NotEnoughMemoryError, TorporError
 from torpor.memory import allocator, cuda
-from torpor.memory.allocator import Bools, Int64s, PoolId, Snapshot
+from torpor.memory.allocator import Bools, Int64s, PoolId, Rows, Snapshot
 from torpor.memory.gpu import GpuBackend
 from torpor.memory.pool import Pools, PoolState
 from torpor.memory.survey import Borrowed, Survey, give_back
@@ -259,6 +259,18 @@ class VmmBackend(GpuBackend):
 
     def graphs_may_live(self) -> bool:
         return bool(self.foreign_pools())
+
+    def states_of(self, segments: Rows) -> Int64s:
+        extents = self._library.extents()
+        if not len(extents):
+            return super().states_of(segments)
+        at = np.searchsorted(extents["address"], segments["address"], side="right") - 1
+        inside = (at >= 0) & (segments["address"] < (extents["address"] + extents["nbytes"])[at])
+        return np.where(inside, extents["mapped"][at], -1)
+
+    def idle_bytes(self, device: torch.device) -> int:
+        extents = self._library.extents(device.index)
+        return int((extents["nbytes"] - extents["used_bytes"])[extents["mapped"] == 1].sum())
 
     def _look(self, index: int) -> None:
         """A new survey of a device, with nothing allocated in the surveyed pools until they are awake."""
