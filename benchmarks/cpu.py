@@ -2,9 +2,24 @@
 
     python benchmarks/cpu.py [--directory DIR] [--gib 1] [--rounds 8] [--only disk own ...]
 
-One table, and every number with machine, versions and date in `results/cpu.json`. Rates are medians over rounds, and
-each round takes turns with plain direct I/O of the same bytes in blocks of the same size, because a disk's rate
-drifts and other work comes and goes: the ratio is what counts. Own time is processor time, wall time stands beside it.
+One table, and every number with machine, versions and date in `results/cpu.json`.
+
+Disk. `transfer.save` and `load` of 1 GiB against plain direct I/O: the same stretch of the same file, written or read
+by as many threads with as large requests, from and into a few buffers on huge pages that stay in the processor's cache,
+so that a plain run has no copy to make and no storage to find. Both end a write with one fdatasync. The two take turns
+every 128 MiB, each as often first as the other, because a virtual disk's host caches and throttles; a figure is the
+median over all turns of the seconds of plain over those of ours, one ratio for each turn. Padding between slots, of
+less than 4 KiB each, lies in that stretch too; how much of it there is stands beside. "Best plain" says how much faster
+plain I/O is with the best of 16 combinations of request size and number in flight. A load goes once into memory that
+is there, and once into memory that was given back, whose pages the kernel brings while the load goes on.
+
+Sleeper. The same through `sleep()` and `wake()`: the stage in which bytes are copied (on the way down fingerprints are
+taken in it, on the way back pages are brought) and the whole call. Whole calls cannot take turns as often, so these
+ratios follow a throttled disk's moods far more.
+
+Own time is processor time, medians over rounds; wall time stands beside it. Residue is what resident memory gained
+from the first third of the cycles to the last, by medians, in a process of its own and after a few cycles that are not
+counted: somewhere in those, CPython's table of interned strings doubles, once, by 1.8 MiB.
 """
 
 from __future__ import annotations
@@ -13,41 +28,47 @@ import argparse
 import datetime
 import gc
 import json
-import mmap
+import multiprocessing
 import os
 import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import nn
+from typing_extensions import Buffer
 
 from torpor import Sleeper
 from torpor.fingerprint import fingerprints
-from torpor.ledger import Ledger
 from torpor.memory import kernel
 from torpor.memory.madvise import MadviseBackend
 from torpor.stores.base import Slot
 from torpor.stores.file import FileStore
+from torpor.stores.pages import huge_pages
+from torpor.stores.slots import up
 from torpor.transfer import Moved, Piece, load, save
 
 RESULT = Path(__file__).parent / "results" / "cpu.json"
 #: `transfer.save` or `transfer.load`.
 Mover: TypeAlias = Callable[[list[Piece], FileStore], Moved]
+#: `os.pwritev` or `os.preadv`.
+PlainMove: TypeAlias = Callable[[int, list[memoryview], int], int]
 
 MIB, GIB = 1024**2, 1024**3
 MANY = 20_000
-BLOCK_BYTES = 8 * MIB
+LARGEST_BLOCK_BYTES = 8 * MIB
+MOST_FLIGHTS = 8
 SEGMENT_BYTES = 128 * MIB
+WARM_UP_CYCLES = 10
 RESIDUE_CYCLES = 20
 
 
@@ -79,63 +100,45 @@ class Figure:
         return f"{self.group:<12} {self.name:<54} {self.value:>10.3f} {self.unit:<8} {bar:<8} {self.verdict}".rstrip()
 
 
-class Medians:
-    """Named seconds of several rounds."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = {}
-
-    def add(self, name: str, seconds: float) -> None:
-        self._seconds.setdefault(name, []).append(seconds)
-
-    def __getitem__(self, name: str) -> float:
-        return statistics.median(self._seconds[name])
-
-    def roof(self, direction: str) -> float:
-        """Seconds of plain I/O: the better of one and two in flight."""
-        return min(self[f"{direction} 1"], self[f"{direction} 2"])
-
-
 class PlainDirect:
-    """One preallocated file, written and read in aligned blocks with direct I/O, one or two in flight."""
+    """Direct I/O on an open store's file, which loses its contents: large requests, several in flight, no copies."""
 
-    def __init__(self, directory: Path, nbytes: int) -> None:
-        self._fd = os.open(directory / "plain", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, nbytes)
-        self._buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]
+    def __init__(self, store: FileStore) -> None:
+        self._fd = os.open(store.path, os.O_RDWR | os.O_DIRECT)
+        self._block_bytes = store.chunk_bytes
+        self._flights = len(store.buffers())
+        self._buffers = huge_pages(LARGEST_BLOCK_BYTES, MOST_FLIGHTS)
         for buffer in self._buffers:
-            buffer.write(os.urandom(BLOCK_BYTES))
-        self.write(1, 0, nbytes)  # blocks that were never written are slower
+            buffer.random_(0, 256)
+        self._views = [memoryview(cast(Buffer, buffer.numpy())) for buffer in self._buffers]
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def write(self, flights: int, begin: int, end: int) -> float:
+    def write(self, begin: int, end: int, block_bytes: int | None = None, flights: int | None = None) -> float:
         """Seconds to write these bytes of the file; they are on the device then."""
-        start = time.perf_counter()
-        self._run(flights, begin, end, lambda buffer, offset: os.pwrite(self._fd, buffer, offset))
-        os.fdatasync(self._fd)
-        return time.perf_counter() - start
+        return self._run(os.pwritev, True, range(begin, end, block_bytes or self._block_bytes), end, flights)
 
-    def read(self, flights: int, begin: int, end: int) -> float:
+    def read(self, begin: int, end: int, block_bytes: int | None = None, flights: int | None = None) -> float:
         """Seconds to read these bytes of the file."""
-        start = time.perf_counter()
-        self._run(flights, begin, end, lambda buffer, offset: os.preadv(self._fd, [buffer], offset))
-        return time.perf_counter() - start
+        return self._run(os.preadv, False, range(begin, end, block_bytes or self._block_bytes), end, flights)
 
-    def measure(self, took: Medians, direction: str, turn: int, begin: int, end: int) -> None:
-        """Once, with one or two in flight, which take turns."""
-        flights = 1 + turn // 2 % 2
-        took.add(f"{direction} {flights}", (self.write if direction == "write" else self.read)(flights, begin, end))
+    def _run(self, move: PlainMove, sync: bool, offsets: range, end: int, flights: int | None) -> float:
+        shared = iter(offsets)  # the interpreter's lock makes each step of it one thread's
 
-    def _run(self, flights: int, begin: int, end: int, move: Callable[[mmap.mmap, int], int]) -> None:
-        def stripe(k: int) -> None:
-            for offset in range(begin + k * BLOCK_BYTES, end, flights * BLOCK_BYTES):
-                if move(self._buffers[k], offset) != BLOCK_BYTES:
+        def work(view: memoryview) -> None:
+            for offset in shared:
+                nbytes = min(offsets.step, end - offset)
+                if move(self._fd, [view[:nbytes]], offset) != nbytes:
                     raise OSError(f"a short transfer at {offset}")
 
+        flights = flights or self._flights
+        start = time.perf_counter()
         with ThreadPoolExecutor(flights) as threads:
-            list(threads.map(stripe, range(flights)))
+            list(threads.map(work, self._views[:flights]))
+        if sync:
+            os.fdatasync(self._fd)
+        return time.perf_counter() - start
 
 
 def randoms(count: int, nbytes: int) -> list[torch.Tensor]:
@@ -144,96 +147,121 @@ def randoms(count: int, nbytes: int) -> list[torch.Tensor]:
     return [whole.clone() for _ in range(count)]
 
 
-def in_turns(turn: int, one: Callable[[], None], other: Callable[[], None]) -> None:
-    """Both; in every second turn the other first: a virtual disk's host may cache what was written last."""
-    for call in (one, other) if turn % 2 == 0 else (other, one):
-        call()
-
-
-def moved_in(took: Medians, move: Mover, pieces: list[Piece], store: FileStore) -> None:
-    """One transfer."""
-    took.add(move.__name__, move(pieces, store).seconds)
-
-
-def timed(call: Callable[[], Ledger], took: Medians) -> None:
-    """One sleep or wake: the whole call, and its copy."""
-    start = time.perf_counter()
-    ledger = call()
-    took.add(ledger.kind, time.perf_counter() - start)
-    took.add(f"{ledger.kind} copy", ledger.stages["copy"])
-
-
 def segments(pieces: list[Piece]) -> list[list[Piece]]:
-    """The same pieces in groups of `SEGMENT_BYTES`, large ones cut."""
-    groups: list[list[Piece]] = []
+    """The same pieces in groups of `SEGMENT_BYTES`, large ones cut; what is left over at the end is left out."""
+    groups: list[list[Piece]] = [[]]
+    room = SEGMENT_BYTES
     for home, slot in pieces:
-        for start in range(0, slot.nbytes, SEGMENT_BYTES):
-            nbytes = min(SEGMENT_BYTES, slot.nbytes - start)
-            if not groups or sum(piece.slot.nbytes for piece in groups[-1]) + nbytes > SEGMENT_BYTES:
-                groups.append([])
+        start = 0
+        while start < slot.nbytes:
+            nbytes = min(room, slot.nbytes - start)
+            if nbytes < slot.nbytes - start:
+                nbytes -= nbytes % FileStore.alignment_bytes  # a piece begins where a block may
             groups[-1].append(Piece(home[start : start + nbytes], Slot(slot.offset + start, nbytes)))
-    return groups
+            start += nbytes
+            room -= nbytes
+            if room < FileStore.alignment_bytes:
+                groups.append([])
+                room = SEGMENT_BYTES
+    return groups[:-1]
+
+
+def taken(move: Mover, pieces: list[Piece], store: FileStore) -> float:
+    """Seconds of one transfer of ours."""
+    return move(pieces, store).seconds
+
+
+def in_turns(turn: int, ours: Callable[[], float], plain: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of ours and of plain; in every second turn plain goes first."""
+    if turn % 2:
+        reference = plain()
+        return ours(), reference
+    return ours(), plain()
 
 
 def transfers(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
-    """`transfer.save` and `load` alone, into memory that was given back, segment by segment beside plain I/O.
-
-    A virtual disk may serve a second of work fast and throttle the next, so the two take turns every few hundredths
-    of a second. Each segment of ours pays for threads and a sync of its own.
-    """
-    plain = PlainDirect(directory, nbytes)
+    """`transfer.save` and `load` alone beside plain I/O: see above."""
     for count in (2, MANY):
         tensors = randoms(count, nbytes)
         storages = [tensor.untyped_storage() for tensor in tensors]
-        store, backend, took = FileStore(directory), MadviseBackend(), Medians()
+        store, backend = FileStore(directory), MadviseBackend()
         slots = store.reserve([tensor.nbytes for tensor in tensors])
         pieces = [Piece(tensor, slot) for tensor, slot in zip(tensors, slots, strict=True)]
         save(pieces, store)  # the first time into blocks that were never written
-        groups = segments(pieces)[: nbytes // SEGMENT_BYTES]
+        plain, groups = PlainDirect(store), segments(pieces)
+        ways = {
+            f"save of {count} storages": (save, plain.write),
+            f"load of {count} storages": (load, plain.read),
+            f"load of {count}, memory given back": (load, plain.read),
+        }
+        pairs: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(rounds):
-            for direction, move in (("write", save), ("read", load)):
-                for k, group in enumerate(groups):
-                    begin = k * SEGMENT_BYTES
-                    plainly = partial(plain.measure, took, direction, turn + k, begin, begin + SEGMENT_BYTES)
-                    in_turns(turn + k, plainly, partial(moved_in, took, move, group, store))
-                if move is save:
+            for way, (move, plainly) in ways.items():
+                if way.endswith("given back"):
                     backend.release(storages)
                     backend.restore(storages)
+                for k, group in enumerate(groups):
+                    begin, last = group[0].slot.offset, group[-1].slot
+                    reference = partial(plainly, begin, last.offset + up(last.nbytes, store.alignment_bytes))
+                    pairs[way].append(in_turns(turn + k, partial(taken, move, group, store), reference))
+        for way, found in pairs.items():
+            rate = SEGMENT_BYTES / statistics.median(reference for _, reference in found)
+            ratio = statistics.median(reference / ours for ours, reference in found)
+            yield Figure("disk", f"plain direct I/O beside {way}", rate / 1e9, "GB/s")
+            yield Figure("disk", f"{way}, of direct", ratio, "", 0.85)
+        padding = 1 - sum(slot.nbytes for slot in slots) / store.reserved_bytes
+        yield Figure("disk", f"padding of {count} storages", 100 * padding, "%")
+        if count == 2:
+            yield from other_sizes(plain, rounds)
+        plain.close()
         store.close()
-        moved = statistics.mean(sum(piece.slot.nbytes for piece in group) for group in groups) / SEGMENT_BYTES
-        for direction, move in (("write", save), ("read", load)):
-            roof = took.roof(direction)
-            yield Figure(
-                "disk", f"plain direct {direction} beside {count} storages", SEGMENT_BYTES / roof / 1e9, "GB/s"
-            )
-            ratio = moved * roof / took[move.__name__]
-            yield Figure("disk", f"{move.__name__} of {count} storages, of direct", ratio, "", 0.85)
-    plain.close()
+
+
+def other_sizes(plain: PlainDirect, rounds: int) -> Iterator[Figure]:
+    """How much faster plain I/O is with other sizes and depths than with those it shares with ours."""
+    cases = [(size * MIB, flights) for size in (1, 2, 4, 8) for flights in (1, 2, 4, 8)]
+    for name, plainly in (("write", plain.write), ("read", plain.read)):
+        shared: list[float] = []
+        seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+        for _ in range(rounds):
+            for size, flights in cases:
+                seconds[size, flights].append(plainly(0, SEGMENT_BYTES, size, flights))
+                shared.append(plainly(0, SEGMENT_BYTES))
+        medians = {case: statistics.median(found) for case, found in seconds.items()}
+        size, flights = min(medians, key=medians.__getitem__)
+        ratio = statistics.median(shared) / medians[size, flights]
+        yield Figure("disk", f"best plain {name} ({size // MIB} MiB, {flights} in flight), of plain", ratio, "")
 
 
 def through_a_sleeper(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
-    """The same through `sleep()` and `wake()`: the copy alone, and the whole call with its fingerprints.
-
-    Whole calls cannot take turns as often, so these ratios follow a throttled disk's moods far more.
-    """
-    plain = PlainDirect(directory, nbytes)
+    """The same through `sleep()` and `wake()`: see above. Plain I/O runs while nothing sleeps, or only reads."""
     for count in (2, MANY):
-        tensors, took = randoms(count, nbytes), Medians()
-        with Sleeper(extra={"params": tensors}, store_dir=directory, report_leftovers=False) as sleeper:
+        tensors, store = randoms(count, nbytes), FileStore(directory)
+        ratios: dict[str, list[float]] = {}
+        with Sleeper(extra={"params": tensors}, store=store, report_leftovers=False) as sleeper:
             with sleeper.asleep():  # the first sleep pays for the reservation
                 pass
+            plain = PlainDirect(store)
             for turn in range(rounds):
                 torch._foreach_add_(tensors, 1)
-                for direction, call in (("write", sleeper.sleep), ("read", sleeper.wake)):
-                    in_turns(turn, partial(plain.measure, took, direction, turn, 0, nbytes), partial(timed, call, took))
-        moved = sum(tensor.nbytes for tensor in tensors) / nbytes
-        for kind, direction in (("sleep", "write"), ("wake", "read")):
-            roof = moved * took.roof(direction)
-            yield Figure(
-                "sleeper", f"copy of a {kind}, {count} storages, of direct", roof / took[f"{kind} copy"], "", 0.85
-            )
-            yield Figure("sleeper", f"whole {kind}, {count} storages, of direct", roof / took[kind], "")
-    plain.close()
+                write = plain.write(0, store.reserved_bytes) if turn % 2 else None
+                start = time.perf_counter()
+                down = sleeper.sleep()
+                slept = time.perf_counter()
+                read = plain.read(0, store.reserved_bytes) if turn % 2 else None
+                resumed = time.perf_counter()
+                up_again = sleeper.wake()
+                woken = time.perf_counter()
+                write = write or plain.write(0, store.reserved_bytes)
+                read = read or plain.read(0, store.reserved_bytes)
+                for ledger, reference, seconds in ((down, write, slept - start), (up_again, read, woken - resumed)):
+                    for what, took in (("copy of a", ledger.stages["copy"]), ("whole", seconds)):
+                        name = f"{what} {ledger.kind}, {count} storages, of direct"
+                        ratios.setdefault(name, []).append(reference / took)
+            plain.close()
+        for name, found in ratios.items():
+            bar = 0.85 if name.startswith("copy") else None
+            yield Figure("sleeper", name, statistics.median(found), "", bar)
 
 
 def trained_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -259,6 +287,25 @@ def written_bytes() -> int:
     return int(fields["write_bytes"])
 
 
+def residents(directory: Path, cycles: int) -> list[int]:
+    """Resident bytes after each of so many cycles."""
+    model, optimizer = trained_model()
+    found = []
+    with Sleeper(model, optimizer=optimizer, store_dir=directory) as sleeper:
+        for _ in range(cycles):
+            sleeper.sleep()
+            sleeper.wake()
+            found.append(resident())
+    return found
+
+
+def residue(directory: Path) -> float:
+    """Bytes that `RESIDUE_CYCLES` leave behind: see above."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        found = other.submit(residents, directory, WARM_UP_CYCLES + RESIDUE_CYCLES).result()[WARM_UP_CYCLES:]
+    return statistics.median(found[-RESIDUE_CYCLES // 3 :]) - statistics.median(found[: RESIDUE_CYCLES // 3])
+
+
 def memory(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
     """Resident memory asleep and awake, what cycles leave behind, and a second sleep of an unchanged model."""
     model, optimizer = trained_model()
@@ -277,16 +324,11 @@ def memory(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
         again = sleeper.sleep().copied_bytes
         written = written_bytes() - written
         sleeper.wake()
-        after_three = resident()
-        for _ in range(RESIDUE_CYCLES):
-            sleeper.sleep()
-            sleeper.wake()
-        residue = resident() - after_three
     kept = sum(a == tensor.data_ptr() for a, tensor in zip(addresses, tensors, strict=True))
     yield Figure("memory", "components awake", payload / MIB, "MiB")
     yield Figure("memory", "of them resident asleep", 100 * (payload - (awake - asleep)) / payload, "%", at_most=3)
     yield Figure("memory", "addresses kept", 100 * kept / len(tensors), "%", 100)
-    yield Figure("memory", f"residue of {RESIDUE_CYCLES} cycles", residue / MIB, "MiB", at_most=1)
+    yield Figure("memory", f"residue of {RESIDUE_CYCLES} cycles", residue(directory) / MIB, "MiB", at_most=1)
     yield Figure("memory", "written by a second sleep, by the ledger", again, "bytes", at_most=0)
     yield Figure("memory", "written by a second sleep, by the kernel", written, "bytes", at_most=0)
 
