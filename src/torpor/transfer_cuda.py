@@ -74,14 +74,23 @@ def _transfer(pieces: Iterable[Piece], store: AddressableStore, *, to_store: boo
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile the kernel that small pieces need, so that the first transfer does not wait for it."""
-    from torpor.gather_cuda import launch
+    """Do once, with little memory, what a transfer does, so that the first one does not wait for it.
 
-    with torch.cuda.device(device):
-        block = torch.zeros(64, dtype=torch.uint8, device=device)
-        source, to = (np.array([block.data_ptr() + at]) for at in (0, 32))
-        launch(torch.from_numpy(chunks(source, to, np.array([32]))).to(device))
-        torch.cuda.current_stream().synchronize()
+    Kernels are compiled and loaded, and streams made: the driver takes some tens of MiB of the device for them, for
+    good, which would else be missing from what the first sleep frees.
+    """
+    from torpor.transfer import Piece
+
+    store = PinnedStore(device=device)
+    homes = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (SMALL_BYTES, 64, 64)]
+    try:
+        slots = store.reserve([home.numel() for home in homes])
+        pieces = [Piece(home, slot) for home, slot in zip(homes, slots, strict=True)]
+        save_from_cuda(pieces, store)
+        load_to_cuda(pieces, store)
+    finally:
+        store.close()
+    torch.cuda.empty_cache()
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ def open_backends(memory: str | Sequence[MemoryBackend]) -> Mapping[str, Sequenc
 
     Raises:
         UsageError: an unknown name, with the names there are.
-        UnsupportedError: `"vmm"` or `"torch_memory_saver"` where it cannot be, with the reason.
+        UnsupportedError: one that cannot be here, with the reason.
     """
     backends = _by_name(memory) if isinstance(memory, str) else memory
     by_device: dict[str, list[MemoryBackend]] = {}
@@ -40,9 +40,9 @@ def _by_name(name: str) -> list[MemoryBackend]:
     if name == "madvise":
         return [MadviseBackend()]
     if name == "resize":
-        from torpor.memory.resize_cuda import CudaResizeBackend
+        from torpor.memory.resize_cuda import cuda_resize_backend
 
-        return [ResizeBackend(), *([CudaResizeBackend()] if on_gpus else ())]
+        return [ResizeBackend(), *([cuda_resize_backend()] if on_gpus else ())]
     if name == "vmm":
         from torpor.memory.vmm import vmm_backend
 
@@ -55,11 +55,11 @@ def _by_name(name: str) -> list[MemoryBackend]:
 
 
 def _on_gpus() -> list[MemoryBackend]:
-    from torpor.memory.resize_cuda import CudaResizeBackend
+    from torpor.memory.resize_cuda import cuda_resize_backend
     from torpor.memory.vmm import vmm_backend
 
     try:
         vmm = vmm_backend()
     except UnsupportedError:  # `memory="vmm"` and `torpor.pool()` say why; here the next best will do
-        return [CudaResizeBackend()]
-    return [vmm, CudaResizeBackend(vmm.foreign_pools)]  # vmm looks first
+        return [cuda_resize_backend()]
+    return [vmm, cuda_resize_backend(vmm.foreign_pools)]  # vmm looks first

@@ -97,10 +97,10 @@ def settings() -> dict[str, Any]:
 
 
 def require_native() -> None:
-    """Raise UnsupportedError under an allocator that has no pools of ours."""
+    """Raise UnsupportedError under an allocator without pools, which does not say what it holds either."""
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise UnsupportedError(
-            f"torch's CUDA allocator is '{backend}', which cannot give the memory of single storages back. "
+            f"torch's CUDA allocator is '{backend}', which neither has pools nor says what it holds. "
             "Remove 'backend:' from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         )

@@ -50,3 +50,13 @@ class CudaResizeBackend(Resizing, GpuBackend):
         if not storage.resizable():
             return "a storage that torch cannot resize: it belongs to another process or another library"
         return None
+
+
+def cuda_resize_backend(foreign_pools: Callable[[], Set[PoolId]] = private_pools) -> CudaResizeBackend:
+    """The backend, where it can be.
+
+    Raises:
+        UnsupportedError: torch's allocator is one that does not say what it holds, graphs for instance.
+    """
+    allocator.require_native()
+    return CudaResizeBackend(foreign_pools)
