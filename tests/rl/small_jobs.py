@@ -29,10 +29,11 @@ SMALL: dict[str, Any] = {
 
 
 def small_config(run_dir: Path, **changes: Any) -> RunConfig:
-    """`SMALL` with `run_dir` and `changes`; a change that is a table is merged into its section."""
+    """`SMALL` with `run_dir` and `changes`: a table is merged into its section, or takes its place if it has a kind."""
     raw: dict[str, Any] = {**SMALL, "run_dir": run_dir}
     for key, value in changes.items():
-        raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
+        merges = isinstance(value, dict) and "kind" not in value
+        raw[key] = {**raw.get(key, {}), **value} if merges else value
     return config_from_mapping(raw, "test")
 
 

@@ -45,6 +45,7 @@ def test_there_are_examples() -> None:
         ({"optimizer": {"max_norm": 1}}, "unknown key optimizer.max_norm (did you mean optimizer.max_grad_norm?)"),
         ({"group_size": 4}, "unknown key group_size (did you mean rollout.group_size?)"),
         ({"task": {"kind": "reasoning_gym", "datset": "x"}}, "unknown key task.datset (did you mean task.dataset?)"),
+        ({"task": {"kind": "jsonl", "min_length": 1}}, "task.min_length belongs to another task.kind"),
         ({"qqq": 1}, "unknown key qqq; `--help` lists the known ones"),
         ({"optimizer": {"learning_rate": -1}}, "optimizer.learning_rate = -1"),
         ({"steps": "many"}, "steps = 'many'"),

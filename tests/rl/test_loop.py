@@ -103,6 +103,24 @@ def test_resumes_to_the_bit(tmp_path: Path, optimizer: str, changes: dict[str, A
     assert_same_tensors(whole, parts)
 
 
+@pytest.mark.parametrize("changes", [{}, PPO, {"optimizer": {"name": "muon"}}], ids=["grpo", "ppo", "muon"])
+def test_learns_to_answer_in_lower_case(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The reward is the share of an answer's characters that are lower-case letters: a quarter, untrained."""
+    (tmp_path / "questions.jsonl").write_text("".join(f'{{"prompt": "{i} "}}\n' for i in range(12)))
+    (tmp_path / "rewards.py").write_text(
+        "def score(answer, line):\n    return sum(map(str.islower, answer)) / max(1, len(answer))\n"
+    )
+    task = {"kind": "jsonl", "path": tmp_path / "questions.jsonl", "reward": f"{tmp_path}/rewards.py:score"}
+    changes = {**changes, "optimizer": {"learning_rate": 3e-3, **changes.get("optimizer", {})}}
+    rollout = {"prompts_per_step": 8, "max_new_tokens": 4}
+    curve, _ = run(
+        small_config(tmp_path / "run", steps=20, task=task, rollout=rollout, warm_start={"steps": 0}, **changes)
+    )
+    rewards = [record["reward/mean"] for record in curve]
+    assert rewards[0] < 0.35
+    assert sum(rewards[-3:]) / 3 > 0.7
+
+
 class Event:
     """Records the order in which a step touches actor and engine."""
 

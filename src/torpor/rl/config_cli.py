@@ -87,6 +87,9 @@ def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterat
 
 def _explain(location: tuple[int | str, ...], problem: Mapping[str, Any]) -> str:
     key = _dotted(location)
+    if problem["type"] == "extra_forbidden" and key in set(known_keys()):
+        section = key.rsplit(".", 1)[0]
+        return f"{key} belongs to another {section}.kind than the one chosen"
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(key)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
