@@ -32,8 +32,9 @@ from torpor.errors import DesyncError, RankError, UsageError
 from torpor.ledger import Stopwatch
 
 DEFAULT_TIMEOUT_S = 300.0
-#: Seconds between two looks at the store, at first and at most.
-_POLL_S, _MAX_POLL_S = 0.001, 0.05
+#: Seconds between two looks at the store: at first, and at most with few ranks; more of them ask less often.
+_POLL_S, _MAX_POLL_S = 0.001, 0.005
+_MAX_POLL_S_FOR_EACH_RANK = 2e-5
 #: Seconds between two looks at the processes of this machine.
 _LIVENESS_S = 0.5
 #: Kinds of failures that are no exception of a rank.
@@ -75,6 +76,7 @@ class Agreement:
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self._store = PrefixStore(f"torpor/{next(_numbers)}", group.get_group_store())
+        self.max_poll_s = _MAX_POLL_S + _MAX_POLL_S_FOR_EACH_RANK * len(self.ranks)
         self._rounds = itertools.count()
         self._old_keys: list[str] = []
         self._neighbours: dict[int, _Process] | None = None
@@ -202,7 +204,7 @@ class _AgreedRound:
                 self._propose_against_the_dead(stage)
             else:
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_POLL_S)
+                pause_s = min(2 * pause_s, self._agreement.max_poll_s)
         return verdict
 
     def _propose_at_the_deadline(self, stage: str) -> None:
