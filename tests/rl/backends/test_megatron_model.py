@@ -1,0 +1,90 @@
+"""What is refused before Megatron-Core is asked, and what the configuration says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torpor.errors import UnsupportedError, UsageError
+from torpor.rl.backends.megatron_model import (
+    optimizer_uses_shards,
+    require_precision,
+    start_process_groups,
+    token_multiple,
+)
+from torpor.rl.backends.megatron_weights import Architecture
+from torpor.rl.config import MegatronConfig, OptimizerConfig
+from torpor.rl.config_cli import config_from_mapping, parse_run_config
+
+SMOLLM2 = Architecture(30, 576, 1536, 9, 3, 64, 49152, 8192, 1e5, None, 1e-5, True, False, False)
+
+
+def settings(**options: Any) -> MegatronConfig:
+    return MegatronConfig.model_validate(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "blockwise"}, "blockwise needs multiples of 128, and the model's hidden width is 576"),
+        ({"precision": "current", "tensor_model_parallel_size": 7}, "needs multiples of 16, and the model's feed-"),
+        ({"precision": "delayed", "transformer_impl": "local"}, "needs transformer_impl = transformer_engine"),
+    ],
+)
+def test_shapes_that_a_precision_cannot_take(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        require_precision(SMOLLM2, settings(**options))
+
+
+def test_bf16_takes_any_shape() -> None:
+    require_precision(SMOLLM2, settings(transformer_impl="local"))
+    assert token_multiple(settings()) == 1
+    assert token_multiple(settings(precision="blockwise")) == 128
+
+
+@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_layers_are_not_shared_between_ranks(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name} = 2"):
+        start_process_groups(settings(**{name: 2}), torch.device("cpu"), 0)
+
+
+def test_muon_has_whole_matrices() -> None:
+    assert optimizer_uses_shards(settings(), OptimizerConfig())
+    assert not optimizer_uses_shards(settings(), OptimizerConfig(name="muon"))
+    assert not optimizer_uses_shards(settings(use_distributed_optimizer=False), OptimizerConfig())
+
+
+def test_flags_have_the_names_of_the_frameworks() -> None:
+    config = parse_run_config(
+        None,
+        [
+            *("--backend", "megatron", "--transformer-impl", "local"),
+            *("--rematerialize-param-from-master-weight", "--no-clear-quantized-weight-workspaces-on-offload"),
+        ],
+    )
+    assert config.megatron == settings(
+        transformer_impl="local",
+        rematerialize_param_from_master_weight=True,
+        clear_quantized_weight_workspaces_on_offload=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"megatron": {"precision": "current"}}, "precision and backend = local clash"),
+        ({"backend": "megatron", "runtime": "ray"}, "backend = megatron and runtime = ray clash"),
+        (
+            {
+                "backend": "megatron",
+                "algorithm": {"advantages": "gae", "kl_in": "reward", "kl_coefficient": 0.1},
+            },
+            "backend = megatron and algorithm.kl_in = reward clash",
+        ),
+    ],
+)
+def test_clashes(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config_from_mapping(raw, "a.toml")
