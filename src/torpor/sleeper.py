@@ -31,7 +31,7 @@ from torpor import fingerprint, transfer_cuda
 from torpor.agreement import DEFAULT_TIMEOUT_S, Agreement, Alone, Round, Rounds
 from torpor.background import Handle
 from torpor.comms import COMPONENT, Groups
-from torpor.errors import AsleepError, ClosedError, UsageError
+from torpor.errors import GIB, AsleepError, ClosedError, UsageError
 from torpor.falling import STORED, Falling, Sleeping, drop_caches
 from torpor.guards import Guards
 from torpor.inventory import Entry, Inventory, collector_paused, take_inventory
@@ -46,7 +46,7 @@ from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
 from torpor.rules.base import Actor, Claim, Rule
 from torpor.rules.derived import Derived
-from torpor.rules.fsdp import reshard
+from torpor.rules.fsdp import gathered_bytes, reshard
 from torpor.rules.megatron_optim import MegatronOptimizer, unwrapped
 from torpor.rules.standard import standard_rules
 from torpor.shelf import Shelf
@@ -352,7 +352,15 @@ class Sleeper:
         self._settle()
         with self._lock:
             self._require_open()
-            return self._plan(names, None).table()
+            return "\n".join([self._plan(names, None).table(), *self._notes(names)])
+
+    def _notes(self, names: _Names) -> Iterator[str]:
+        """What a sleep does to other things than storages as they are now."""
+        nbytes = gathered_bytes(self._actor)
+        if nbytes:
+            yield f"first, FSDP gives up the {nbytes / GIB:.3f} GiB among these that it gathered from its shards"
+        if (comms := self._of_comms(names)) is not None:
+            yield f"comms: {comms.mode}, {len(comms.names)} process groups: {comms.reason}"
 
     def state_dict(self, name: str | None = None) -> dict[str, Any]:
         """The model's `state_dict()`: from the store, as CPU tensors, where it sleeps; wakes nothing.
