@@ -3,7 +3,7 @@
 An idle NCCL communicator holds from 0.5 GiB to several GiB of device memory. Three ways, chosen by version:
 
     suspend   NCCL gives its buffers back and keeps the communicator; every object that holds the group goes on
-              working after the wake. Needs NCCL 2.29.7 and a torch whose backends have `suspend` (2.12).
+              working after the wake. Needs NCCL 2.29.7 and a torch whose backends have `suspend` (2.13 does).
     rebuild   the groups are destroyed, last made first, and the user's `create` makes them again. A group is then a
               new object: take it from this holder (`groups["tp"]`) at each use, and keep no other reference.
     keep      they stay, and the ledger says why: nothing to free (gloo), or they were captured by something that cannot
@@ -247,7 +247,7 @@ def suspend_obstacle() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     if "suspend" not in vars(Backend):
-        return f"torch {torch.__version__} has no Backend.suspend (2.12 and newer have)"
+        return f"torch {torch.__version__} has no Backend.suspend (2.13 has)"
     version = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     if version < _NCCL_WITH_SUSPEND:
         return f"NCCL {'.'.join(map(str, version))} is loaded, 2.29.7 is needed"
