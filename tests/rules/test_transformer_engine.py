@@ -231,22 +231,22 @@ def test_scaling_state_is_moved_with_the_buffers() -> None:
     assert {entry.fate for entry in entries} == {Fate.MOVED}
 
 
-def test_primary_quantized_weights_are_state_and_their_invalid_transposes_are_dead() -> None:
+@pytest.mark.parametrize("valid", [True, False])
+def test_primary_quantized_weights_are_state_and_an_invalid_transpose_is_dead(valid: bool) -> None:
     net = te.Net()
-    weight = nn.Parameter(te.Quantizer().quantize(torch.randn(256, 256)), requires_grad=False)
-    net.first.weight = weight
+    net.first.weight = nn.Parameter(te.Quantizer().quantize(torch.randn(256, 256)), requires_grad=False)
     quantized = net.first.weight
-    quantized._transpose_invalid = True
-    before = quantized._data.clone(), quantized._scale_inv.clone()
+    quantized._transpose_invalid = not valid
+    before = {name: part.clone() for name, part in inner_tensors(quantized)}
     entries = take_inventory(Actor({"model": net}), standard_rules()).by_component()["params"]
     fates = {entry.name.removeprefix("model.first.weight."): entry.fate for entry in entries if ".first." in entry.name}
-    assert fates == {"_data": Fate.MOVED, "_scale_inv": Fate.MOVED, "_transpose": Fate.ZEROED}
+    transpose = Fate.MOVED if valid else Fate.ZEROED
+    assert fates == {"_data": Fate.MOVED, "_scale_inv": Fate.MOVED, "_transpose": transpose}
     with Sleeper(net, store="pageable") as sleeper:
         sleeper.sleep()
         sleeper.wake()
-    assert torch.equal(quantized._data, before[0])
-    assert torch.equal(quantized._scale_inv, before[1])
-    assert not quantized._transpose.any()
+    before["_transpose"] *= valid
+    assert all(torch.equal(part, before[name]) for name, part in inner_tensors(quantized))
 
 
 def test_an_unknown_version_is_named_and_its_caches_are_moved() -> None:

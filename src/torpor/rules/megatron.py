@@ -52,15 +52,22 @@ class MegatronRule:
 
     name = "megatron"
 
-    def __init__(self, *, dead_grads_after_step: bool = True, rematerialize_params: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        dead_grads_after_step: bool = True,
+        rematerialize_params: bool = False,
+        steps: StepWatch | None = None,
+    ) -> None:
         """
         Args:
             dead_grads_after_step: whether gradient buffers may be given up after a step.
             rematerialize_params: whether low-precision parameters are rebuilt from their masters.
+            steps: a watch to share; one of its own if None.
         """
         self._dead_grads_after_step = dead_grads_after_step
         self._rematerialize_params = rematerialize_params
-        self._steps = StepWatch()
+        self._steps = steps or StepWatch()
         self._zero_when_attached = False
 
     def attach(self, actor: Actor) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from torpor.rules.derived import DerivedRule
 from torpor.rules.fsdp import FSDPRule
 from torpor.rules.megatron import MegatronRule
 from torpor.rules.peft import PeftRule
+from torpor.rules.steps import StepWatch
 from torpor.rules.tensors import TensorsRule
 from torpor.rules.torch_nn import TorchNNRule
 from torpor.rules.torch_optim import TorchOptimRule
@@ -31,17 +32,20 @@ def standard_rules(
             `TransformerEngineRule`.
         rematerialize_param_from_master_weight: as for `MegatronRule`.
     """
+    steps = StepWatch()
     return [
         DerivedRule(),
         PeftRule(),
         MegatronRule(
             dead_grads_after_step=dead_grads_after_step,
             rematerialize_params=rematerialize_param_from_master_weight,
+            steps=steps,
         ),
         TransformerEngineRule(
             clear_workspaces=clear_quantized_weight_workspaces,
             requantize_under_graphs=requantize_under_cuda_graphs,
             graphs_may_live=graphs_may_live,
+            steps=steps,
         ),
         FSDPRule(),
         TorchNNRule(),

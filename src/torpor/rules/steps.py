@@ -7,12 +7,13 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torpor.rules.base import Actor
 
 
 class StepWatch:
-    """Sees what begins a step, and the steps of the optimizers that end it.
+    """Sees what begins a step of one actor, and the steps of the optimizers that end it. Rules may share one.
 
     A step begins with the first gradient that reaches a parameter, or with the first forward of a wrapped model
     (Megatron-Core's or torch's data parallelism) in which gradients are enabled. It ends when every optimizer of
@@ -25,6 +26,8 @@ class StepWatch:
         self._ended = False
         self._awaited: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._handles: list[RemovableHandle] = []
+        self._users = 0
 
     @property
     def in_a_step(self) -> bool:
@@ -37,22 +40,33 @@ class StepWatch:
         return self._ended
 
     def attach(self, actor: Actor) -> Callable[[], None]:
-        """Start watching; the undo forgets what was seen."""
-        self._awaited = WeakSet(o for o in actor.optimizers.values() if any(g["params"] for g in o.param_groups))
-        handles = [optimizer.register_step_post_hook(self._on_step) for optimizer in self._awaited]
-        for model in actor.models.values():
-            if isinstance(model._modules.get("module"), nn.Module):
-                handles.append(model.register_forward_pre_hook(self._on_forward, prepend=True))
-            trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
-            handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]  # type: ignore[no-untyped-call]
+        """Start watching, or go on; the last undo forgets what was seen."""
+        if not self._users:
+            self._watch(actor)
+        self._users += 1
 
         def undo() -> None:
-            for handle in handles:
-                handle.remove()
-            self._begun = self._ended = False
-            self._stepped.clear()
+            self._users -= 1
+            if not self._users:
+                self._forget()
 
         return undo
+
+    def _watch(self, actor: Actor) -> None:
+        self._awaited = WeakSet(o for o in actor.optimizers.values() if any(g["params"] for g in o.param_groups))
+        self._handles += [optimizer.register_step_post_hook(self._on_step) for optimizer in self._awaited]
+        for model in actor.models.values():
+            if isinstance(model._modules.get("module"), nn.Module):
+                self._handles.append(model.register_forward_pre_hook(self._on_forward, prepend=True))
+            trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+            self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]  # type: ignore[no-untyped-call]
+
+    def _forget(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._begun = self._ended = False
+        self._stepped.clear()
 
     def _on_forward(self, module: nn.Module, inputs: object) -> None:
         if torch.is_grad_enabled():

@@ -60,6 +60,7 @@ class TransformerEngineRule:
         clear_workspaces: bool = True,
         requantize_under_graphs: bool = True,
         graphs_may_live: Callable[[], bool] = lambda: False,
+        steps: StepWatch | None = None,
     ) -> None:
         """
         Args:
@@ -67,11 +68,12 @@ class TransformerEngineRule:
             requantize_under_graphs: whether they are quantized again in their place where a CUDA graph was
                 captured; otherwise they are moved there.
             graphs_may_live: whether torch may hold a captured graph.
+            steps: a watch to share; one of its own if None.
         """
         self._clear_workspaces = clear_workspaces
         self._requantize_under_graphs = requantize_under_graphs
         self._graphs_may_live = graphs_may_live
-        self._steps = StepWatch()
+        self._steps = steps or StepWatch()
         self._option = Gate(lambda: clear_workspaces, _OPTION_OFF)
         self._between_steps = Gate(lambda: not self._steps.in_a_step, _MID_STEP)
 
