@@ -1,10 +1,15 @@
-"""What GPU tests share: the driver's numbers, exact bits, dirty memory."""
+"""What GPU tests share: the driver's numbers, exact bits, dirty memory, one captured training step."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
+from torch import nn
 
+import torpor
+import zoo
+from torpor.memory import cuda
 from torpor.memory.base import byte_view
 from torpor.memory.vmm import VmmBackend, vmm_backend
 
@@ -12,13 +17,15 @@ MIB = 1024**2
 GIB = 1024**3
 DEVICE = torch.device("cuda", 0)
 
+#: Where a test's tensors are allocated, by the name of the place.
+PLACES: dict[str, Callable] = {"pool": lambda: torpor.pool(all_threads=True), "outside": nullcontext}
+
 
 def used_bytes() -> int:
-    """Bytes the driver counts as used on the device, by all processes."""
+    """Bytes the driver counts as used on the device: by this process where NVML tells, else by all."""
     gc.collect()
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info(DEVICE)
-    return total - free
+    return cuda.used_bytes(DEVICE)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,8 +46,21 @@ def poison(fraction: float = 0.9) -> None:
     torch.cuda.empty_cache()
 
 
+def cycle(sleeper: torpor.Sleeper, times: int = 1, fraction: float = 0.9) -> None:
+    for _ in range(times):
+        sleeper.sleep()
+        poison(fraction)
+        sleeper.wake()
+
+
 def storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
     return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+
+
+def on_gpu(make: Callable[[], zoo.Situation], place: str = "pool") -> zoo.Situation:
+    """A situation of `zoo` with all its tensors on the GPU."""
+    with PLACES[place](), torch.device(DEVICE):
+        return make()
 
 
 class Actor:
@@ -67,3 +87,36 @@ class Actor:
         for storage, saved in self._saved:
             byte_view(storage).copy_(saved)
         self._saved = []
+
+
+class CapturedStep:
+    """A training step in a CUDA graph: parameters, gradients, optimizer state and two inputs that it reads."""
+
+    def __init__(self, place: str) -> None:
+        torch.manual_seed(0)
+        with PLACES[place]():
+            self.model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).to(DEVICE)
+            self.x, self.table = torch.randn(64, 512, device=DEVICE), torch.randn(512, device=DEVICE)
+            for p in self.model.parameters():
+                p.grad = torch.zeros_like(p)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), capturable=True)
+            self.optimizer.step()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+        self.graph.replay()
+
+    def tensors(self) -> list[torch.Tensor]:
+        held = [self.x, self.table, *(t for p in self.model.parameters() for t in (p, p.grad))]
+        return held + [v for state in self.optimizer.state.values() for v in state.values()]
+
+    def _step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        (self.model(self.x) * self.table).square().mean().backward()
+        self.optimizer.step()

@@ -1,27 +1,30 @@
 """The sleeper on a GPU: the faults people meet when a trainer and an engine share one."""
 
 import copy
+import ctypes
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from faults import CALLS, faulty_backend
 from torch import nn
 
 import torpor
-from gpu import DEVICE, GIB, MIB, bits, poison, same, used_bytes
-from torpor.errors import NotEnoughMemoryError
+import zoo
+from gpu import DEVICE, GIB, MIB, PLACES, CapturedStep, bits, cycle, on_gpu, poison, same, used_bytes
+from torpor.errors import DriverError, NotEnoughMemoryError, StoreFullError
 from torpor.kinds import Fate, Role, State
+from torpor.ledger import TOLERANCE_BYTES
+from torpor.memory import account
 from torpor.memory.base import byte_view
-
-
-def cycle(sleeper: torpor.Sleeper, times: int = 1) -> None:
-    for _ in range(times):
-        sleeper.sleep()
-        poison()
-        sleeper.wake()
+from torpor.stores import arena as arena_module
+from torpor.stores.pinned import PinnedStore
 
 
 def small_actor(seed: int = 0):
@@ -48,17 +51,17 @@ def data():
     return torch.Generator(DEVICE).manual_seed(1)
 
 
-@pytest.mark.parametrize("where", ["pool", "outside"])
-def test_training_with_sleeps_is_training_without(where):
+@pytest.mark.parametrize("place", PLACES)
+def test_training_with_sleeps_is_training_without(place):
     plain = small_actor()
     expected = train(*plain, data(), 6)
     mine = data()
-    with torpor.pool(all_threads=True) if where == "pool" else nullcontext():
+    with PLACES[place]():
         model, optimizer = small_actor()
     sleeper = torpor.Sleeper(model, optimizer=optimizer)
     cycle(sleeper)
     assert not optimizer.state
-    with torpor.pool(all_threads=True) if where == "pool" else nullcontext():
+    with PLACES[place]():
         losses = train(model, optimizer, mine, 1)
     cycle(sleeper)
     losses += train(model, optimizer, mine, 5, lambda: cycle(sleeper))
@@ -85,6 +88,7 @@ def test_the_driver_gets_the_payload_and_aliases_survive():
     (parameters[0] @ parameters[1]).sum().item()  # cuBLAS takes a workspace
     torch.cuda.empty_cache()
     sleeper = torpor.Sleeper(nn.ParameterList(parameters), optimizer=optimizer, extra={"grads": [gradients]})
+    sleeper.prewarm()
     before, payload = used_bytes(), 18 * n * rows * rows
     ledger = sleeper.sleep()
     freed = before - used_bytes()
@@ -116,37 +120,43 @@ def test_a_tensor_that_nobody_handed_over_is_named():
     assert hoard
 
 
-class Zoo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(1000, 256)
-        self.head = nn.Linear(256, 1000, bias=False)
-        self.head.weight = self.emb.weight
-        self.register_buffer("inv_freq", torch.rand(128), persistent=False)
-        self.register_buffer("mask", torch.rand(64, 64) > 0.5)
-        self.scale = torch.rand(7)
-        self.empty = nn.Parameter(torch.empty(0, 256))
-        self.t = nn.Parameter(torch.randn(64, 32).t())
+@pytest.mark.parametrize("place", PLACES)
+def test_every_optimizer_goes_on_as_if_it_had_not_slept(place):
+    def run(name: str, sleeps: bool) -> tuple[list[torch.Tensor], list[int]]:
+        made = on_gpu(lambda: zoo.trained(zoo.OPTIMIZERS[name]), place)
+        (optimizer,) = made.actor.optimizers.values()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        sleeper = torpor.Sleeper(made.actor.models, optimizer=optimizer, report_leftovers=False)
+        entries = []
+        for _ in range(4):
+            if sleeps:
+                cycle(sleeper, fraction=0.2)  # before the first step too
+            entries.append(len(optimizer.state))
+            with torch.device(DEVICE), PLACES[place]():
+                made.step()
+            schedule.step()
+        sleeper.close()
+        return [bits(p) for p in made.live.values()], entries
+
+    for name in zoo.OPTIMIZERS:
+        (slept, slept_entries), (expected, entries) = run(name, True), run(name, False)
+        assert all(map(torch.equal, slept, expected)), name
+        assert slept_entries == entries, name
+        assert entries[0] == 0, name
 
 
 def test_a_zoo_of_storages_survives_poisoned_cycles():
+    made = on_gpu(zoo.zoo)
     with torpor.pool():
-        zoo = Zoo().to(DEVICE)
-        zoo.scale = zoo.scale.to(DEVICE)
-        zoo.q = torch.randn(256, 256, device=DEVICE).to(torch.float8_e4m3fn)
-        zoo.z = torch.randn(33, device=DEVICE, dtype=torch.complex64)
-        base = torch.randn(4096, device=DEVICE)
-        zoo.off = base[100:200]
-        cache = {"pages": torch.arange(999, device=DEVICE)}
-        hidden = torch.randn(12345, device=DEVICE)
-    live = [zoo.emb.weight, zoo.inv_freq, zoo.mask, zoo.scale, zoo.empty, zoo.t, zoo.q, zoo.z, zoo.off, base]
-    live += [cache["pages"], hidden]
-    before, pointers = [bits(x) for x in live], [x.data_ptr() for x in live]
-    cycle(torpor.Sleeper(zoo, extra={"mine": [base, cache]}), 3)
-    assert same(before, live)
-    assert pointers == [x.data_ptr() for x in live]
-    assert zoo.head.weight is zoo.emb.weight
-    assert zoo.t.stride() == (1, 32)
+        hidden = torch.randn(12345, device=DEVICE)  # the sleeper is not told of it
+    model = made.actor.models["model"]
+    before, addresses, stray = made.bits(), made.addresses(), bits(hidden)
+    cycle(torpor.Sleeper(model, extra=made.actor.extra), 3)
+    assert made.bits() == before
+    assert made.addresses() == addresses
+    assert same([stray], [hidden])
+    assert model.head.weight is model.emb.weight
+    assert model.transposed.stride() == (1, 32)
 
 
 def test_a_thief_takes_the_memory_and_gives_it_back():
@@ -175,6 +185,63 @@ def test_a_thief_takes_the_memory_and_gives_it_back():
     sleeper.wake(wait_s=20)
     timer.join()
     assert same(before, [t[: 1 << 20] for t in tensors])
+
+
+def test_another_process_takes_the_memory_and_gives_it_back():
+    with torpor.pool():
+        tensors = [torch.randn(1 << 28, device=DEVICE) for _ in range(8)]
+    before = [bits(t[: 1 << 20]) for t in tensors]
+    sleeper = torpor.Sleeper(extra=tensors)
+    sleeper.sleep()
+    script = """
+import torch
+free, _ = torch.cuda.mem_get_info()
+x = torch.empty(free - (6 << 30), dtype=torch.uint8, device="cuda")
+print("taken", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as thief:
+        assert thief.stdout.readline() == "taken\n"
+        with pytest.raises(NotEnoughMemoryError) as caught:
+            sleeper.wake()
+        assert caught.value.needed_bytes >= 8 * GIB > caught.value.free_bytes
+        assert set(sleeper.components().values()) == {State.ASLEEP}
+        thief.stdin.write("\n")
+        thief.stdin.flush()
+        sleeper.wake(wait_s=30)
+    assert same(before, [t[: 1 << 20] for t in tensors])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_driver_call_that_fails_leaves_all_or_nothing(call):
+    backend, fail = faulty_backend()
+    with backend.pools.use(0, False):
+        tensors = [torch.randn(10 * MIB, device=DEVICE) for _ in range(3)]  # an extent each
+    before = [bits(t) for t in tensors]
+    sleeper = torpor.Sleeper(extra=tensors, memory=[backend], report_leftovers=False)
+    cycle(sleeper, fraction=0.2)
+    for nth in (1,) if call == "cuMemSetAccess" else (1, 2, 3):  # neighbours share that one
+        if call in ("cuMemUnmap", "cuMemRelease"):
+            fail(call, nth)
+            with pytest.raises(DriverError, match=call):
+                sleeper.sleep()
+            assert not sleeper.is_asleep
+            assert same(before, tensors)
+        else:
+            sleeper.sleep()
+            asleep = used_bytes()
+            fail(call, nth)
+            with pytest.raises(DriverError, match=call):
+                sleeper.wake()
+            assert set(sleeper.components().values()) == {State.ASLEEP}
+            assert used_bytes() == asleep
+            poison(0.2)
+            sleeper.wake()
+            assert same(before, tensors)
+    cycle(sleeper, fraction=0.2)
+    assert same(before, tensors)
 
 
 @pytest.mark.parametrize(("num", "share"), [(2, 0.95), (20_000, 0.9)])
@@ -218,50 +285,69 @@ def test_after_prewarming_the_first_sleep_finds_its_room():
     sleeper.wake()
 
 
-def captured(model, optimizer, x, table):
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        (model(x) * table).square().mean().backward()
-        optimizer.step()
+def test_page_locking_that_is_refused_leaves_everything_awake():
+    with torpor.pool():
+        tensors = [torch.randn(16 * MIB, device=DEVICE) for _ in range(3)]
+    before, used = [bits(t) for t in tensors], used_bytes()
+    sleeper = torpor.Sleeper(extra=tensors, report_leftovers=False)
+    real, calls = arena_module._cudart(), []
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    return graph
+    class Refusing:
+        def cudaHostRegister(self, *arguments):
+            calls.append(arguments)
+            return 2 if len(calls) == 3 else real.cudaHostRegister(*arguments)
+
+        cudaHostUnregister = staticmethod(real.cudaHostUnregister)
+
+    arena_module._cudart = Refusing
+    arena_module.REGISTRATION_BYTES = 64 * MIB
+    with pytest.raises(StoreFullError, match="ulimit -l"):
+        sleeper.sleep()
+    assert not sleeper.is_asleep
+    assert used_bytes() - used <= 64 * MIB
+    assert same(before, tensors)
+    cycle(sleeper)
+    assert same(before, tensors)
 
 
-def graph_run(sleeps: bool, where) -> tuple[list[torch.Tensor], str]:
-    torch.manual_seed(0)
-    with where():
-        model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).to(DEVICE)
-        x, table = torch.randn(64, 512, device=DEVICE), torch.randn(512, device=DEVICE)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
-        optimizer.step()
-    graph = captured(model, optimizer, x, table)
+def test_a_budget_below_the_payload_is_refused_and_another_store_takes_it():
+    with torpor.pool():
+        tensors = [torch.randn(16 * MIB, device=DEVICE) for _ in range(3)]
+    before = [bits(t) for t in tensors]
+    store = PinnedStore(budget_bytes=128 * MIB)
+    sleeper = torpor.Sleeper(extra=tensors, store=store)
+    with pytest.raises(StoreFullError, match="store='file'") as caught:
+        sleeper.sleep()
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (192 * MIB, 128 * MIB)
+    assert not sleeper.is_asleep
+    assert sleeper.sleep(need_bytes=100 * MIB).copied_bytes == 128 * MIB, "what fits goes"
+    poison()
+    sleeper.close()
+    onto_disk = torpor.Sleeper(extra=tensors, store="file")
+    cycle(onto_disk, 2)
+    onto_disk.close()
+    assert same(before, tensors)
+
+
+def graph_run(sleeps: bool, place: str) -> tuple[list[torch.Tensor], str]:
+    step = CapturedStep(place)
     said = ""
     if sleeps:
-        sleeper = torpor.Sleeper(model, optimizer=optimizer, extra=[x, table], dead_grads_after_step=False)
+        sleeper = torpor.Sleeper(
+            step.model, optimizer=step.optimizer, extra=[step.x, step.table], dead_grads_after_step=False
+        )
         said = sleeper.explain()
         cycle(sleeper, 2)
-    graph.replay()
-    return [bits(p) for p in model.parameters()], said
+    step.graph.replay()
+    return [bits(p) for p in step.model.parameters()], said
 
 
 def test_a_graph_replays_right_after_and_outside_the_pool_what_it_sees_is_kept():
-    expected, _ = graph_run(False, nullcontext)
-    for where in (torpor.pool, nullcontext):
-        got, said = graph_run(True, where)
+    expected, _ = graph_run(False, "outside")
+    for place in PLACES:
+        got, said = graph_run(True, place)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        assert ("graph" in said) == (where is nullcontext)
+        assert ("graph" in said) == (place == "outside")
 
 
 def test_memory_outside_the_pool_is_freed_and_beside_a_graph_kept_with_the_reason():
@@ -372,3 +458,130 @@ def test_need_bytes_frees_that_much_and_no_more():
     assert GIB <= used - used_bytes() <= GIB + 256 * MIB
     assert ledger.bytes_by_fate()[Fate.CLEAN] == GIB
     sleeper.wake()
+
+
+def test_every_byte_is_under_one_line():
+    with torpor.pool():
+        model, optimizer = small_actor()
+        payload = [torch.randn(32 * MIB, device=DEVICE) for _ in range(4)]
+    hoard = torch.randn(4 * MIB, device=DEVICE)
+    train(model, optimizer, data(), 2)
+    sleeper = torpor.Sleeper(model, optimizer=optimizer, extra=payload)
+    sleeper.prewarm()
+    ledgers = [sleeper.sleep(), sleeper.wake(), sleeper.sleep()]
+    asleep = ledgers[-1].devices[0]
+    assert asleep.is_own
+    assert asleep.used_bytes == ledgers[-1].used_after_bytes
+    assert asleep.lines[account.LEFT] >= hoard.nbytes
+    assert asleep.lines[account.WORKSPACES] >= account.cublas_workspace_bytes((9, 0)), "a matmul ran"
+    assert account.HELD not in asleep.lines
+    assert ledgers[1].devices[0].lines[account.AWAKE] - asleep.lines.get(account.AWAKE, 0) >= 512 * MIB
+    for ledger in ledgers:
+        print(ledger.devices[0].text())
+        assert ledger.devices[0].closes
+        assert ledger.devices[0].text() in ledger.table()
+    foreign = 2 * TOLERANCE_BYTES
+    address = torch.cuda.caching_allocator_alloc(MIB)  # torch's own, and nobody's tensor
+    pointer = raw_malloc(foreign)
+    sleeper.wake()
+    found = sleeper.sleep().devices[0]
+    print(found.text())
+    assert not found.closes
+    assert abs(found.unexplained_bytes - foreign) < TOLERANCE_BYTES
+    assert found.lines[account.LEFT] - asleep.lines[account.LEFT] >= MIB
+    raw_free(pointer)
+    torch.cuda.caching_allocator_delete(address)
+
+
+def raw_malloc(nbytes: int) -> int:
+    """Memory that torch's allocator does not know, as a communicator has it."""
+    pointer = ctypes.c_void_p()
+    assert _cudart().cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)) == 0
+    return pointer.value
+
+
+def raw_free(address: int) -> None:
+    assert _cudart().cudaFree(ctypes.c_void_p(address)) == 0
+
+
+def _cudart() -> ctypes.CDLL:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return ctypes.CDLL(next(line.split()[-1] for line in maps if "libcudart" in line))
+
+
+def test_what_a_graph_holds_has_its_own_line():
+    with torpor.pool():
+        x = torch.randn(32 * MIB, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+    graph.replay()
+    sleeper = torpor.Sleeper(extra=[x])
+    (found,) = sleeper.sleep().devices
+    assert found.lines[account.GRAPHS] >= y.nbytes
+    sleeper.wake()
+
+
+def test_memory_that_the_actor_shares_with_another_process_can_be_sent_after_a_wake_but_not_that_of_the_pool():
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    outside = torch.randn(MIB, device=DEVICE)
+    with torpor.pool():
+        inside = torch.randn(MIB, device=DEVICE)
+    cycle(torpor.Sleeper(extra=[outside, inside]))
+    reduce_tensor(outside)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        reduce_tensor(inside)
+    assert bool(torch.isfinite(inside + 1).all()), "the context survives it"
+
+
+SETTINGS = ("", "expandable_segments:True", "backend:cudaMallocAsync")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_under_every_allocator_setting_memory_outside_the_pool_is_freed_or_it_says_why_not(setting, variable):
+    script = """
+import torch, torpor
+from torpor.errors import UnsupportedError
+x = torch.randn(2**28, device="cuda")
+before = x.cpu()
+try:
+    sleeper = torpor.Sleeper(extra=[x])
+except UnsupportedError as error:
+    print("refused", error)
+else:
+    sleeper.prewarm()
+    free = torch.cuda.mem_get_info()[0]
+    sleeper.sleep()
+    assert torch.cuda.mem_get_info()[0] - free > 0.95 * before.nbytes
+    sleeper.wake()
+    assert torch.equal(before, x.cpu())
+    print("works")
+"""
+    environment = {**os.environ, variable: setting}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused" if "Async" in setting else "works"), done.stdout
+    assert ("cudaMallocAsync" in done.stdout) == ("Async" in setting)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("place", PLACES)
+def test_two_devices_sleep_whatever_the_current_one_is(place):
+    tensors = []
+    for index in range(2):
+        with torch.cuda.device(index), PLACES[place]():
+            tensors.append(torch.randn(2**28, device=f"cuda:{index}"))
+    before = [bits(t) for t in tensors]
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+    torch.cuda.set_device(1)
+    sleeper = torpor.Sleeper(extra=tensors)
+    ledger = sleeper.sleep()
+    assert all(torch.cuda.mem_get_info(i)[0] - free[i] > 0.95 * tensors[i].nbytes for i in range(2))
+    assert [found.device for found in ledger.devices] == ["cuda:0", "cuda:1"]
+    torch.cuda.set_device(0)
+    sleeper.wake()
+    assert same(before, tensors)
+    assert [t.get_device() for t in tensors] == [0, 1]
+    assert torch.cuda.current_device() == 0

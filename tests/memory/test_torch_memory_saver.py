@@ -135,7 +135,11 @@ def test_what_somebody_else_paused_is_not_paused_again(saver: FakeSaver) -> None
     with pytest.raises(MemoryBackendError, match="somebody else paused the region 'actor'"):
         backend.release(storages(y, x))
     assert saver.has_pages(y.data_ptr()), "nothing was paused"
+    backend.refresh()
+    assert "somebody else paused" in (backend.refusal(x.untyped_storage()) or ""), "it cannot be read either"
+    assert backend.strays(storages(x)) == []
     saver.resume("actor")
+    backend.refresh()
     assert backend.release(storages(y, x)) == 2 * KIB
 
 

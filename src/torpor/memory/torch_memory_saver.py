@@ -104,7 +104,8 @@ class TorchMemorySaverBackend(GpuBackend):
             if self._borrowed:
                 self._borrowed.keep(set(_keys(live, np.arange(len(live.blocks)))))
             owned = live.owned(known)
-            ours = [i for i in np.unique(live.unit[owned[owned >= 0]]).tolist() if self._can_go(self._look.tags[i])]
+            touched = np.unique(live.unit[owned[owned >= 0]]).tolist()
+            ours = [i for i in touched if self._look.tags[i] not in self._look.objections]
             found = live.strays(known)
             chosen = found[np.isin(live.unit[found], ours)]
             devices = self._look.segments["device"][live.blocks["segment"][chosen]].tolist()
@@ -183,7 +184,10 @@ class TorchMemorySaverBackend(GpuBackend):
         segments, tag_of_segment = snapshot.segments[inside], tag_of_segment[inside]
         sizes = np.bincount(tag_of_segment, segments["nbytes"], minlength=len(tags)).astype(np.int64)
         live = Survey(blocks, unit, len(tags), give_back(unit, blocks["nbytes"], sizes))
-        return _Look(tags, self._objections(snapshot, regions), segments, tag_of_segment, live)
+        look = _Look(tags, {}, segments, tag_of_segment, live)
+        look.objections |= self._objections(snapshot, regions)
+        look.objections |= {tag: gone for tag in tags if tag not in self._paused and (gone := self._gone(look, tag))}
+        return look
 
     def _objections(self, snapshot: Snapshot, regions: Sequence[Region]) -> dict[str, str]:
         found = self._taken_outside(snapshot, regions)
@@ -215,9 +219,6 @@ class TorchMemorySaverBackend(GpuBackend):
         )
         return {tag: reason.format(tag) for tag in ({DEFAULT_TAG} if known else {region.tag for region in regions})}
 
-    def _can_go(self, tag: str) -> bool:
-        return tag not in self._look.objections
-
     def _owned(self, storages: Sequence[torch.UntypedStorage]) -> Int64s:
         live = self._look.live
         blocks = live.owned(storages)
@@ -231,15 +232,18 @@ class TorchMemorySaverBackend(GpuBackend):
         tags = [self._look.tags[i] for i in np.unique(self._look.live.unit[blocks]).tolist()]
         return [tag for tag in tags if tag in self._paused]
 
+    def _gone(self, look: _Look, tag: str) -> str | None:
+        """Why the memory of a region cannot be read, nor paused: it is not there."""
+        gone = [row for row in look.segments_of(tag) if not self._has_pages(int(row["address"]))]
+        if not gone:
+            return None
+        return f"somebody else paused the region '{tag}' ({len(gone)} segments have no memory): resume it first"
+
     def _require_all_there(self, tag: str) -> None:
         """The library ends the process when it is to pause what is paused."""
-        if not self._can_go(tag):
-            raise MemoryBackendError(self._look.objections[tag])
-        gone = [row for row in self._look.segments_of(tag) if not self._has_pages(int(row["address"]))]
-        if gone:
-            raise MemoryBackendError(
-                f"somebody else paused the region '{tag}' ({len(gone)} segments have no memory): resume it first"
-            )
+        reason = self._look.objections.get(tag) or self._gone(self._look, tag)
+        if reason is not None:
+            raise MemoryBackendError(reason)
 
     def _require_nothing_new(self, tags: Collection[str]) -> None:
         """The library ends the process when it is to resume what is not paused."""
