@@ -261,7 +261,8 @@ class Sleeper:
             return self._store.reserved_bytes
 
     def close(self) -> None:
-        """Wake what sleeps, take every hook away and give the store back. Idempotent. Asks no other rank.
+        """Wake what sleeps, take every hook away and give the store back. Idempotent. Asks no other rank,
+        except to connect process groups that sleep; what else sleeps is awake by then.
 
         Raises what a `wake()` raises; the sleeper stays open then.
         """
@@ -269,8 +270,9 @@ class Sleeper:
             return
         self._settle()
         with self._lock:
-            call = "close()" if self._comms.is_asleep else None  # no rank can connect by itself
-            self._wake([s for group in self._asleep.values() for s in group], 0.0, call, self._comms)
+            self._wake([s for group in self._asleep.values() for s in group], 0.0, None)
+            if self._comms.is_asleep:  # no rank can connect by itself
+                self._wake([], 0.0, "close()", self._comms)
             self._closed = True
             self._guards.disarm()
             for undo in reversed(self._undo):

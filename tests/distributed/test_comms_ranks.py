@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -206,3 +208,22 @@ def _fail_to_make_them() -> tuple[str, bool]:
 
 def test_a_rank_that_cannot_connect_leaves_all_asleep() -> None:
     assert run_ranks(_fail_to_make_them) == [("1 no ports left", True)] * 2
+
+
+def _lose_a_rank_while_groups_sleep() -> tuple[int, str, bool, bool]:
+    groups = Groups(lambda _: {"both": dist.new_group([0, 1])}, mode="rebuild")
+    tensor = torch.ones(1 << 16)
+    sleeper = Sleeper(extra=[tensor], memory="resize", comms=groups, group=dist.group.WORLD, agree_timeout_s=60)
+    sleeper.sleep()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        sleeper.close()
+    except RankError as error:
+        return error.rank, error.kind, groups.is_asleep, tensor.sum().item() == 1 << 16
+    raise AssertionError("it connected to a rank that is gone")
+
+
+def test_a_close_without_a_rank_brings_the_tensors_back_and_names_it() -> None:
+    answer, _ = run_ranks(_lose_a_rank_while_groups_sleep, dying=[1])
+    assert answer == (1, "ended", True, True)
