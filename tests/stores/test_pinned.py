@@ -5,8 +5,11 @@ import subprocess
 import sys
 import textwrap
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from contracts.store_contract import StoreContract
 from torpor.errors import ClosedError, StoreFullError, UsageError
@@ -166,6 +169,37 @@ def test_a_refusal_half_way_leaves_nothing(monkeypatch, nth):
     assert arena.ranges() == before
     monkeypatch.undo()
     assert kernel.resident_bytes(arena._address + 2 * MIB, 12 * MIB) == 0
+    arena.close()
+
+
+@pytest.mark.parametrize(("says", "expected"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])
+def test_the_node_of_a_gpu_is_what_the_machine_says(monkeypatch, tmp_path, says, expected):
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=6)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(arena_module, "_PCI_DEVICES", tmp_path)
+    if says is not None:
+        (tmp_path / "0000:c1:06.0").mkdir()
+        (tmp_path / "0000:c1:06.0" / "numa_node").write_text(says)
+    assert arena_module.numa_node(torch.device("cuda", 3)) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="needs a kernel that knows NUMA nodes")
+def test_pages_are_asked_for_on_the_node_of_the_gpu():
+    arena = Arena()
+    arena.node = 0  # every machine has that one
+    arena.take(4 * MIB)
+    begin = f"{arena.tensor(0, 1).data_ptr():x} "
+    (line,) = [line for line in Path("/proc/self/numa_maps").read_text().splitlines() if line.startswith(begin)]
+    assert line.split()[1] == "prefer:0"
+    assert "on NUMA node 0" in arena.describe()
+    arena.close()
+
+
+def test_a_node_that_does_not_exist_is_no_obstacle():
+    arena = Arena()
+    arena.node = 63
+    arena.take(2 * MIB)
+    assert int(arena.tensor(0, 2 * MIB).fill_(1).sum()) == 2 * MIB
     arena.close()
 
 

@@ -39,6 +39,9 @@ _CUDA_ERROR_OUT_OF_MEMORY = 2
 def pool(device: torch.device | int | str | None = None, *, all_threads: bool = False) -> Iterator[None]:
     """Put what is allocated inside into memory that can sleep with its addresses kept.
 
+    Such memory cannot be sent to another process: CUDA's legacy IPC, which `torch.multiprocessing` uses, refuses it
+    ("invalid argument"). Copy what is to be sent into a buffer made outside.
+
     Args:
         device: the CUDA device; the current one if None.
         all_threads: take the allocations of all threads, the autograd engine's among them. Without it,

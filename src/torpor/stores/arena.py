@@ -37,6 +37,7 @@ _MAX_THREADS = 8
 #: Addresses cost nothing: enough of them that none has to be used twice.
 _ADDRESS_BYTES = 1024**4
 
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _EINVAL = errno.EINVAL
 _MAP_NORESERVE = 0x4000
 _MADV_DONTFORK = 10
@@ -242,6 +243,6 @@ def numa_node(device: torch.device | None) -> int | None:
     properties: Any = torch.cuda.get_device_properties(index)
     name = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     with suppress(OSError, ValueError):
-        node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text(encoding="ascii"))
+        node = int((_PCI_DEVICES / name / "numa_node").read_text(encoding="ascii"))
         return node if node >= 0 else None
     return None
