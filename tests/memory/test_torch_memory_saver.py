@@ -29,7 +29,8 @@ def connect(saver: FakeSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_snapshot", saver.snapshot)
     monkeypatch.setattr(cuda, "free_bytes", saver.free_bytes)
     monkeypatch.setattr(cuda, "used_bytes", lambda device: 1)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for call in ("empty_cache", "ipc_collect"):
+        monkeypatch.setattr(torch.cuda, call, lambda: None)
 
 
 def backend_of(saver: FakeSaver) -> TorchMemorySaverBackend:

@@ -27,7 +27,8 @@ class GpuBackend(MemoryBackend):
         return cuda.used_bytes(device)
 
     def settle(self) -> None:
-        """Have torch return cached blocks outside all pools to the driver."""
+        """Have torch return to the driver what other processes have let go of, and cached blocks outside all pools."""
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
     def states_of(self, segments: Rows) -> Int64s:
