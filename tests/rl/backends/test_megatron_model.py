@@ -10,7 +10,7 @@ import torch
 from torpor.errors import UnsupportedError, UsageError
 from torpor.rl.backends.megatron_model import (
     optimizer_uses_shards,
-    require_precision,
+    require_shapes,
     start_process_groups,
     token_multiple,
 )
@@ -29,25 +29,28 @@ def settings(**options: Any) -> MegatronConfig:
     ("options", "message"),
     [
         ({"precision": "blockwise"}, "blockwise needs multiples of 128, and the model's hidden width is 576"),
-        ({"precision": "current", "tensor_model_parallel_size": 7}, "needs multiples of 16, and the model's feed-"),
         ({"precision": "delayed", "transformer_impl": "local"}, "needs transformer_impl = transformer_engine"),
     ],
 )
 def test_shapes_that_a_precision_cannot_take(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        require_precision(SMOLLM2, settings(**options))
+        require_shapes(SMOLLM2, settings(**options))
 
 
 def test_bf16_takes_any_shape() -> None:
-    require_precision(SMOLLM2, settings(transformer_impl="local"))
+    require_shapes(SMOLLM2, settings(transformer_impl="local"))
     assert token_multiple(settings()) == 1
     assert token_multiple(settings(precision="blockwise")) == 128
 
 
-@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-def test_layers_are_not_shared_between_ranks(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name} = 2"):
-        start_process_groups(settings(**{name: 2}), torch.device("cpu"), 0)
+def test_the_stack_of_layers_is_not_cut() -> None:
+    with pytest.raises(UnsupportedError, match="pipeline_model_parallel_size = 2"):
+        start_process_groups(settings(pipeline_model_parallel_size=2), torch.device("cpu"), 0)
+
+
+def test_ranks_that_do_not_divide_the_model() -> None:
+    with pytest.raises(UnsupportedError, match="tensor_model_parallel_size = 2 does not divide .* key-value heads, 3"):
+        require_shapes(SMOLLM2, settings(tensor_model_parallel_size=2))
 
 
 def test_muon_has_whole_matrices() -> None:

@@ -16,25 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torpor.errors import UsageError
 from torpor.rl.backends import megatron_checkpoint
 from torpor.rl.backends.base import Backend, LossOf, Score, World
 from torpor.rl.backends.fsdp import ProcessWorld
+from torpor.rl.backends.megatron_logits import shared_token_statistics
 from torpor.rl.backends.megatron_model import (
     Parts,
     build,
     memory_pool,
     require_megatron,
-    require_precision,
+    require_shapes,
     start_process_groups,
     token_multiple,
 )
 from torpor.rl.backends.megatron_rows import Rows, lay_out
 from torpor.rl.backends.megatron_weights import Architecture, Parameter, parameters_of, to_megatron, to_transformers
 from torpor.rl.config import MegatronConfig, OptimizerConfig
-from torpor.rl.losses import token_statistics
 from torpor.rl.optimizers import set_learning_rate
 from torpor.rl.packing import Group
 from torpor.rules.megatron_optim import parts as optimizer_parts
@@ -85,14 +86,14 @@ class MegatronBackend(Backend):
         self._config = config
         self._architecture = Architecture.of(config)
         start_process_groups(megatron, self.device, seed)
-        require_precision(self._architecture, megatron)
+        require_shapes(self._architecture, megatron)
         self.world = _data_parallel_world()
-        self._parameters = list(
-            parameters_of(self._architecture, 1, fused_norms=megatron.transformer_impl == "transformer_engine")
-        )
+        self._tensor_group = _tensor_parallel_group()
+        fused_norms = megatron.transformer_impl == "transformer_engine"
+        self._parameters = list(parameters_of(self._architecture, self._tensor_group.size(), fused_norms=fused_norms))
         self._multiple = token_multiple(megatron)
         self._temperature, self._logit_chunk_tokens = temperature, logit_chunk_tokens
-        fill = None if weights is None else partial(_fill, weights=weights, parameters=self._parameters)
+        fill = None if weights is None else partial(self._fill, weights=dict(weights))
         self._parts: Parts = build(self._architecture, megatron, optimizer, self.device, fill)
         self._parts.chunk.train()
         self.optimizers: Mapping[str, torch.optim.Optimizer]
@@ -216,10 +217,11 @@ class MegatronBackend(Backend):
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Rows, **_: Any
     ) -> Tensor:
         """Log-probability and entropy of each scored token, fp32 `[2, N]`, in place of the logits."""
-        log_prob_N, entropy_N = token_statistics(
+        log_prob_N, entropy_N = shared_token_statistics(
             hidden_states.flatten(0, 1)[context.predictor_N],
             output_layer.weight if output_weight is None else output_weight,
             context.target_N,
+            self._tensor_group,
             temperature=self._temperature,
             chunk_tokens=self._logit_chunk_tokens,
         )
@@ -246,16 +248,38 @@ class MegatronBackend(Backend):
     def weights(self, sleeper: Sleeper) -> Iterator[tuple[str, Tensor]]:
         held = dict(self._parts.model.named_parameters())
         for parameter in self._parameters:
-            yield from to_transformers(parameter, [sleeper.read(held[parameter.name].detach())])
+            yield from to_transformers(parameter, self._shards(parameter, sleeper.read(held[parameter.name].detach())))
+
+    def _shards(self, parameter: Parameter, own: Tensor) -> list[Tensor]:
+        """What the tensor-parallel ranks hold of a parameter."""
+        ranks = self._tensor_group.size()
+        if parameter.cut_dim is None or ranks == 1:
+            return [own]
+        shards = [torch.empty_like(own, device=self.device) for _ in range(ranks)]
+        dist.all_gather(shards, own.to(self.device).contiguous(), group=self._tensor_group)
+        return shards
+
+    @torch.no_grad()
+    def _fill(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Set the model's parameters, wrapped or not, to weights under transformers' names."""
+        held = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+        group = self._tensor_group
+        for name, tensor in to_megatron(weights, self._parameters, rank=group.rank(), num_ranks=group.size()):
+            if held[name].shape != tensor.shape:
+                raise UsageError(f"{name} has shape {tuple(held[name].shape)}, the weights {tuple(tensor.shape)}")
+            held[name].copy_(tensor)
 
     def save(self, sleeper: Sleeper, directory: Path) -> None:
         """A checkpoint that transformers loads, and beside it what a resume needs; each rank writes its own share."""
+        rank = dist.get_rank()
         if self.world.rank == 0:
-            self._config.save_pretrained(directory)
-            megatron_checkpoint.write_model(directory, self.weights(sleeper))
-            megatron_checkpoint.write_snapshots(directory, self._snapshots)
+            weights = {name: tensor.cpu() for name, tensor in self.weights(sleeper)}  # all tensor-parallel ranks gather
+            if rank == 0:
+                self._config.save_pretrained(directory)
+                megatron_checkpoint.write_model(directory, weights)
+            megatron_checkpoint.write_snapshots(directory, self._snapshots, self._tensor_group.rank())
         megatron_checkpoint.write_training_state(
-            directory, self.optimizers, self._parts.model, sleeper, self.device, self.world.rank
+            directory, self.optimizers, self._parts.model, sleeper, self.device, rank
         )
 
     def load(self, directory: Path) -> None:
@@ -266,11 +290,11 @@ class MegatronBackend(Backend):
                 f"{directory} is of another model: missing {sorted(wanted - weights.keys())}, "
                 f"unexpected {sorted(weights.keys() - wanted)}"
             )
-        _fill(self._parts.model, weights=weights.items(), parameters=self._parameters)
-        megatron_checkpoint.read_snapshots(directory, self._snapshots)
+        self._fill(self._parts.model, weights)
+        megatron_checkpoint.read_snapshots(directory, self._snapshots, self._tensor_group.rank())
         with memory_pool(self.device):
             megatron_checkpoint.read_training_state(
-                directory, self.optimizers, self._parts.model, self.device, self.world.rank
+                directory, self.optimizers, self._parts.model, self.device, dist.get_rank()
             )
 
 
@@ -286,14 +310,11 @@ def _data_parallel_world() -> World:
     return ProcessWorld(parallel_state.get_data_parallel_group_gloo())
 
 
-@torch.no_grad()
-def _fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]], parameters: Sequence[Parameter]) -> None:
-    """Set the model's parameters, wrapped or not, to weights under transformers' names."""
-    held = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
-    for name, tensor in to_megatron(dict(weights), parameters):
-        if held[name].shape != tensor.shape:
-            raise UsageError(f"{name} has shape {tuple(held[name].shape)}, the weights {tuple(tensor.shape)}")
-        held[name].copy_(tensor)
+def _tensor_parallel_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group
 
 
 def _by_group(output_2N: Tensor, rows: Rows) -> list[Score]:

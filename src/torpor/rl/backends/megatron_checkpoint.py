@@ -30,26 +30,26 @@ _DELAYED = {
 """What delayed scaling knows from the past, and where a module's `fp8_meta` has it."""
 
 
-def write_model(directory: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """All weights in one file, whole, as host tensors."""
+def write_model(directory: Path, weights: dict[str, Tensor]) -> None:
+    """All weights in one file."""
     # Without the format transformers does not take the file for one of PyTorch.
-    save_file({name: tensor.cpu() for name, tensor in weights}, directory / "model.safetensors", {"format": "pt"})
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
 def read_model(directory: Path) -> dict[str, Tensor]:
     return checkpoint.read_tensors(directory / "model.safetensors")
 
 
-def write_snapshots(directory: Path, snapshots: Mapping[str, Mapping[str, Tensor]]) -> None:
+def write_snapshots(directory: Path, snapshots: Mapping[str, Mapping[str, Tensor]], tensor_rank: int) -> None:
     """Frozen weights, under Megatron-Core's names: a run that goes on cannot make them again."""
     for name, weights in snapshots.items():
-        checkpoint.write_tensors(directory / f"frozen-{name}.safetensors", weights)
+        checkpoint.write_tensors(directory / f"frozen-{name}-{tensor_rank:03d}.safetensors", weights)
 
 
-def read_snapshots(directory: Path, snapshots: Mapping[str, Mapping[str, Tensor]]) -> None:
+def read_snapshots(directory: Path, snapshots: Mapping[str, Mapping[str, Tensor]], tensor_rank: int) -> None:
     """Into the host memory that they have."""
     for name, weights in snapshots.items():
-        saved = checkpoint.read_tensors(directory / f"frozen-{name}.safetensors")
+        saved = checkpoint.read_tensors(directory / f"frozen-{name}-{tensor_rank:03d}.safetensors")
         for key, tensor in weights.items():
             tensor.copy_(saved[key])
 

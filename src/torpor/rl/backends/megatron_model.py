@@ -81,14 +81,13 @@ def start_process_groups(config: MegatronConfig, device: torch.device, seed: int
     Without a launcher (no `RANK` in the environment) this process is alone.
 
     Raises:
-        UnsupportedError: pipeline or tensor parallelism.
+        UnsupportedError: pipeline parallelism.
     """
-    for name, size in (
-        ("tensor_model_parallel_size", config.tensor_model_parallel_size),
-        ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
-    ):
-        if size > 1:
-            raise UnsupportedError(f"{name} = {size}: this backend shards over data-parallel ranks alone; set it to 1")
+    if config.pipeline_model_parallel_size > 1:
+        raise UnsupportedError(
+            f"pipeline_model_parallel_size = {config.pipeline_model_parallel_size}: this backend cuts layers, not the "
+            "stack of them; set it to 1 and raise tensor_model_parallel_size"
+        )
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -113,11 +112,13 @@ def _start_distributed(device: torch.device) -> None:
     atexit.register(dist.destroy_process_group)
 
 
-def require_precision(architecture: Architecture, config: MegatronConfig) -> None:
+def require_shapes(architecture: Architecture, config: MegatronConfig) -> None:
     """
     Raises:
-        UnsupportedError: the precision needs TransformerEngine, another card, or other shapes.
+        UnsupportedError: the precision needs TransformerEngine, another card, or other shapes; or tensor parallelism
+            does not divide the model.
     """
+    _require_divisible(architecture, config.tensor_model_parallel_size)
     recipe = _RECIPES[config.precision]
     if recipe.check is None:
         return
@@ -136,6 +137,16 @@ def require_precision(architecture: Architecture, config: MegatronConfig) -> Non
     is_available, reason = getattr(quantization, recipe.check)(return_reason=True)
     if not is_available:
         raise UnsupportedError(f"precision = {config.precision}: {reason}")
+
+
+def _require_divisible(architecture: Architecture, ranks: int) -> None:
+    for name, size in (
+        ("key-value heads", architecture.num_query_groups),
+        ("feed-forward width", architecture.ffn_hidden_size),
+        ("vocabulary", architecture.vocab_size),
+    ):
+        if size % ranks:
+            raise UnsupportedError(f"tensor_model_parallel_size = {ranks} does not divide the model's {name}, {size}")
 
 
 def _quantized_sizes(architecture: Architecture, config: MegatronConfig) -> Iterator[tuple[str, int]]:
