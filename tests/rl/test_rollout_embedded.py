@@ -26,11 +26,11 @@ def _model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return tiny_model(VOCABULARY, 32, 3, seed=0, dtype=dtype, max_positions=MAX_POSITIONS)
 
 
-def _engine(kv_cache_bytes: int = 2**20) -> EmbeddedEngine:
+def small_engine(kv_cache_bytes: int = 2**20) -> EmbeddedEngine:
     return EmbeddedEngine(tiny_model(VOCABULARY, 32, 3, max_positions=MAX_POSITIONS), kv_cache_bytes=kv_cache_bytes)
 
 
-def _weights(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
+def small_weights(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (1 + SPREAD * torch.randn(tensor.shape, generator=generator)).to(dtype)
@@ -42,10 +42,10 @@ def _weights(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
 
 class TestEmbeddedEngine(EngineContract):
     def make_engine(self) -> RolloutEngine:
-        return _engine()
+        return small_engine()
 
     def make_weights(self, seed: int) -> Weights:
-        return _weights(seed)
+        return small_weights(seed)
 
     def reference_logprobs(self, weights: Weights, token_ids: Sequence[int], temperature: float) -> torch.Tensor:
         model = _model(torch.float64)
@@ -92,7 +92,7 @@ def _grouped_model(attention: str) -> torch.nn.Module:
 
 
 def test_each_prompt_is_prefilled_once_for_its_group() -> None:
-    engine = _engine()
+    engine = small_engine()
     engine.generate(PROMPTS, SAMPLING)
     assert engine.last_generation is not None
     assert engine.last_generation.num_prefilled_tokens == sum(map(len, PROMPTS))
@@ -103,7 +103,7 @@ def test_what_all_prompts_begin_with_is_prefilled_once(common: int) -> None:
     """From 16 tokens on; log-probabilities stay those of a plain forward."""
     start = [3 + place % 7 for place in range(common)]
     prompts = [[*start, 11, 12], [*start, 13], start + [14] * 5]
-    weights, engine = _weights(1), _engine()
+    weights, engine = small_weights(1), small_engine()
     engine.load_weights(weights.items(), version=1)
     rollouts = engine.generate(prompts, replace(SAMPLING, stop_token_ids=(2, 3)))
     assert engine.last_generation is not None
@@ -116,8 +116,8 @@ def test_what_all_prompts_begin_with_is_prefilled_once(common: int) -> None:
 
 
 def test_equal_prompts_keep_a_token_each() -> None:
-    engine = _engine()
-    engine.load_weights(_weights(1).items(), version=1)
+    engine = small_engine()
+    engine.load_weights(small_weights(1).items(), version=1)
     alone = engine.generate([[7] * 20], replace(SAMPLING, temperature=0))
     together = engine.generate([[7] * 20] * 2, replace(SAMPLING, temperature=0))
     assert [rollout.token_ids for rollout in together] == [rollout.token_ids for rollout in alone] * 2
@@ -126,9 +126,9 @@ def test_equal_prompts_keep_a_token_each() -> None:
 def test_a_small_cache_changes_the_batches_and_not_the_samples() -> None:
     """Sampling noise belongs to the sequence, wherever it runs; logits agree up to rounding."""
     one_sequence = 2 * 3 * 4 * (7 + SAMPLING.max_new_tokens) * 8 * 4
-    small, large = _engine(3 * one_sequence), _engine()
+    small, large = small_engine(3 * one_sequence), small_engine()
     for engine in (small, large):
-        engine.load_weights(_weights(1).items(), version=1)
+        engine.load_weights(small_weights(1).items(), version=1)
     few, many = small.generate(PROMPTS, SAMPLING), large.generate(PROMPTS, SAMPLING)
     assert small.last_generation is not None
     assert small.last_generation.num_prefilled_tokens > sum(map(len, PROMPTS)), "it all fitted into one batch"
@@ -138,17 +138,17 @@ def test_a_small_cache_changes_the_batches_and_not_the_samples() -> None:
 
 
 def test_a_prompt_that_cannot_fit_is_refused_with_the_numbers() -> None:
-    engine = _engine(kv_cache_bytes=40 * 2 * 3 * 32 * 4)
+    engine = small_engine(kv_cache_bytes=40 * 2 * 3 * 32 * 4)
     with pytest.raises(UsageError, match=r"prompt 1 of 50 tokens .* raise kv_cache_bytes"):
         engine.generate([[5], [5] * 50], SamplingParams(max_new_tokens=3))
     with pytest.raises(UsageError, match=f"{MAX_POSITIONS} positions"):
-        _engine().generate([[5] * 60], SamplingParams(max_new_tokens=6))
-    assert _engine().generate([[5] * 60], SamplingParams(max_new_tokens=5))
+        small_engine().generate([[5] * 60], SamplingParams(max_new_tokens=6))
+    assert small_engine().generate([[5] * 60], SamplingParams(max_new_tokens=5))
 
 
 def test_a_cache_below_one_token_is_refused() -> None:
     with pytest.raises(UsageError, match="kv_cache_bytes is 100"):
-        _engine(kv_cache_bytes=100)
+        small_engine(kv_cache_bytes=100)
 
 
 def test_sliding_windows_are_refused() -> None:
@@ -170,11 +170,11 @@ def test_sliding_windows_are_refused() -> None:
 
 
 def test_tied_weights_count_once_and_stay_tied() -> None:
-    engine = _engine()
+    engine = small_engine()
     assert "lm_head.weight" not in engine.weight_specs()
     engine.sleep()
     engine.wake()
-    weights = _weights(1)
+    weights = small_weights(1)
     engine.load_weights(weights.items(), version=1)
     before = engine.generate(PROMPTS, SAMPLING)
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(1, 0)
@@ -189,7 +189,7 @@ def test_tied_weights_count_once_and_stay_tied() -> None:
 
 def test_bf16_stays_near_the_higher_precision() -> None:
     """Allowed: as much as a plain bf16 forward errs at worst, and as much again."""
-    weights = _weights(1, torch.bfloat16)
+    weights = small_weights(1, torch.bfloat16)
     engine = EmbeddedEngine(_model(torch.bfloat16), kv_cache_bytes=2**20)
     engine.load_weights(weights.items(), version=1)
     plain = _model(torch.bfloat16)
@@ -253,7 +253,7 @@ def test_sleep_gives_resident_memory_back() -> None:
 
 
 def test_the_engine_releases_its_memory_with_itself() -> None:
-    engine = _engine()
+    engine = small_engine()
     arena = engine._arenas[Tag.WEIGHTS]
     engine.close()
     del engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import ray
@@ -37,6 +38,7 @@ class EngineGroup(RolloutEngine):
         timeout_s: for an answer of an engine; one that does not give it counts as dead. None waits for ever.
         max_restarts: of any one engine in the whole run.
         on_restart: called with the number of an engine that was started again, and why.
+        stop: ends a worker.
     """
 
     name: ClassVar[str] = "ray"
@@ -49,19 +51,19 @@ class EngineGroup(RolloutEngine):
         timeout_s: float | None = None,
         max_restarts: int = 3,
         on_restart: Callable[[int, str], None] = lambda _, __: None,
+        stop: Callable[[Any], None] = ray.kill,
         weight_version: int | None = None,
     ) -> None:
         super().__init__(weight_version=weight_version)
         if num_engines < 1:
             raise UsageError(f"num_engines is {num_engines}, at least 1 is needed")
-        self._start, self._timeout_s, self._on_restart = start, timeout_s, on_restart
+        self._start, self._stop, self._timeout_s, self._on_restart = start, stop, timeout_s, on_restart
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(range(num_engines), 0)
         self._workers = {index: start(index) for index in range(num_engines)}
         specs: tuple[dict[str, WeightSpec], int] = self._on_all("specs")[0]
         self._specs, self._vocab_size = specs
         self._source: WeightSource | None = None
-        self._coming_version = 0
 
     # --- what an engine implements -----------------------------------------------------------------
 
@@ -101,22 +103,22 @@ class EngineGroup(RolloutEngine):
     def _wake(self, tag: Tag) -> None:
         self._retried("wake", {i: ([tag],) for i in self._workers})
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> LoadReport:
-        """From here, through the object store; `load_from` keeps the weights out of this process."""
-        self._coming_version, self._source = version, None
-        return super().load_weights(stream, version)
-
     def _load_weights(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        self._send(self._workers, (ray.put(bucket) for bucket in in_buckets(stream)), self._coming_version)
+        raise NotImplementedError("every engine checks and loads for itself; see load_weights")
 
     def _held_bytes(self, tag: Tag) -> int:
         return sum(held[tag] for held in self._on_all("held_bytes").values()) if not self._is_closed else 0
 
     def _close(self) -> None:
         for worker in self._workers.values():
-            ray.kill(worker)
+            self._stop(worker)
 
     # --- weights -------------------------------------------------------------------------------------
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> LoadReport:
+        """As every engine, from tensors of this process; `load_from` keeps them out of it, and survives an engine."""
+        buckets = (ray.put(bucket) for bucket in in_buckets(stream))
+        return self._fill("load_weights", None, version, lambda: self._send(self._workers, buckets, version))
 
     def load_from(self, source: WeightSource) -> LoadReport:
         """Fill every engine with the source's weights; no tensor passes through this process.
@@ -124,11 +126,18 @@ class EngineGroup(RolloutEngine):
         Raises:
             WeightStreamError, AsleepError, ClosedError: as `load_weights`.
         """
-        self._require_open("load_from")
-        self._require_awake("load_from", (Tag.WEIGHTS,))
+        version = source.weight_version
+        send = partial(self._send_again, lambda: self._send(self._workers, source.buckets(), version))
+        return self._fill("load_from", source, version, send)
+
+    def _fill(
+        self, operation: str, source: WeightSource | None, version: int, send: Callable[[], dict[int, LoadReport]]
+    ) -> LoadReport:
+        self._require_open(operation)
+        self._require_awake(operation, (Tag.WEIGHTS,))
         self._weight_version, self._source = None, source
-        reports = self._send_again(lambda: self._send(self._workers, source.buckets(), source.weight_version))
-        self._weight_version = source.weight_version
+        reports = send()
+        self._weight_version = version
         return reports[0]
 
     def _send(self, workers: Mapping[int, Any], buckets: Iterable[Any], version: int) -> dict[int, LoadReport]:
@@ -214,7 +223,7 @@ class EngineGroup(RolloutEngine):
                 f"engine {index} died again ({reason}); it was started {self._max_restarts} times before, "
                 "which is the limit (ray.max_engine_restarts)"
             )
-        ray.kill(self._workers[index])
+        self._stop(self._workers[index])
         self._on_restart(index, reason)
         self._workers[index] = self._start(index)
         result(self._workers[index].sleep.remote(sorted(self._asleep)), index)
@@ -222,12 +231,13 @@ class EngineGroup(RolloutEngine):
 
 def _together(stats: Sequence[GenerationStats], total_s: float) -> GenerationStats:
     """Of engines that ran side by side: counts add up, the slowest decides the seconds."""
+    slowest = max(stats, key=lambda s: s.total_s)
     return GenerationStats(
         num_prompts=sum(s.num_prompts for s in stats),
         num_completions=sum(s.num_completions for s in stats),
         num_prefilled_tokens=sum(s.num_prefilled_tokens for s in stats),
         num_generated_tokens=sum(s.num_generated_tokens for s in stats),
-        prefill_s=max(s.prefill_s for s in stats),
-        decode_s=max(s.decode_s for s in stats),
+        prefill_s=slowest.prefill_s,
+        decode_s=slowest.decode_s,
         total_s=total_s,
     )

@@ -1,0 +1,259 @@
+"""The Ray runtime: the contract of engines, engines and ranks that are killed, and the bits of a resumed run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_rollout_embedded as embedded
+import torch
+from small_jobs import assert_same_tensors
+
+from contracts.engine_contract import PROMPTS, SAMPLING
+from torpor.errors import StateError, UsageError
+from torpor.rl.build import open_job
+from torpor.rl.config import RunConfig
+from torpor.rl.config_cli import config_from_mapping
+from torpor.rl.loop import Job, run_loop
+from torpor.rl.rollout.base import RolloutEngine, Tag
+
+ray = pytest.importorskip("ray")
+
+from torpor.rl.runtimes.ray_engines import EngineGroup  # noqa: E402
+from torpor.rl.runtimes.ray_learners import ActorGroup, LearnerLostError  # noqa: E402
+from torpor.rl.runtimes.ray_workers import EngineWorker, in_buckets  # noqa: E402
+
+NUM_ENGINES = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    modules = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = {"env_vars": {"PYTHONPATH": modules}}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+class RenewableWorker(EngineWorker):
+    """A process that outlives its engines: starting one takes seconds."""
+
+    def renew(self, make: Callable[[], RolloutEngine]) -> None:
+        self.__init__(make)  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def start(cluster: None) -> Iterator[Callable[[int], Any]]:
+    """Starts engine workers; those that were stopped and live are used again."""
+    idle: dict[int, Any] = {}
+
+    def start_one(index: int) -> Any:
+        worker = idle.get(index)
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            if worker is not None:
+                ray.get(worker.renew.remote(embedded.small_engine))
+                return worker
+        idle[index] = ray.remote(RenewableWorker).options(num_cpus=0.1).remote(embedded.small_engine)
+        return idle[index]
+
+    yield start_one
+    for worker in idle.values():
+        ray.kill(worker)
+
+
+def group(start: Callable[[int], Any], **options: Any) -> EngineGroup:
+    return EngineGroup(start, NUM_ENGINES, stop=lambda worker: None, weight_version=0, **options)
+
+
+class TestRayEngines(embedded.TestEmbeddedEngine):
+    """Two engines in processes of their own promise what one in this process does."""
+
+    logprob_tolerance = 3e-5
+    """Their seeds draw other answers, some of them less probable: fp32 logits over temperature 0.5 round to 2e-5."""
+
+    @pytest.fixture(autouse=True)
+    def _start(self, start: Callable[[int], Any]) -> None:
+        self._start_one = start
+
+    def make_engine(self) -> RolloutEngine:
+        return group(self._start_one)
+
+
+class Weights:
+    """A source of weights, as an actor's ranks are one."""
+
+    def __init__(self, seed: int, version: int) -> None:
+        self._weights, self.weight_version = embedded.small_weights(seed), version
+        self.num_sent = 0
+
+    def buckets(self) -> Iterator[Any]:
+        for bucket in in_buckets(self._weights.items(), bucket_bytes=10_000):
+            self.num_sent += 1
+            yield ray.put(bucket)
+
+
+def kill(process_id: int) -> None:
+    os.kill(process_id, signal.SIGKILL)
+
+
+def test_a_dead_engine_is_started_again_with_the_current_weights(start: Callable[[int], Any]) -> None:
+    restarts: list[tuple[int, str]] = []
+    with group(start, on_restart=lambda i, reason: restarts.append((i, reason))) as engine:
+        source = Weights(seed=5, version=7)
+        assert engine.load_from(source).version == 7
+        sent = source.num_sent
+        before = engine.generate(PROMPTS, SAMPLING)
+        assert {rollout.weight_version for rollout in before} == {7}
+        kill(engine.process_ids()[1])
+        assert engine.generate(PROMPTS, SAMPLING) == before
+        assert restarts == [(1, "its process died")]
+        assert source.num_sent == 2 * sent
+        kill(engine.process_ids()[0])
+        assert engine.check(timeout_s=60) == [0]
+        assert engine.generate(PROMPTS, SAMPLING) == before
+
+
+def test_an_engine_that_died_asleep_wakes_without_weights(start: Callable[[int], Any]) -> None:
+    with group(start) as engine:
+        engine.sleep()
+        kill(engine.process_ids()[0])
+        engine.wake([Tag.WEIGHTS])
+        engine.wake([Tag.KV_CACHE])
+        with pytest.raises(StateError, match="cannot generate"):
+            engine.generate(PROMPTS, SAMPLING)
+        engine.load_from(Weights(seed=5, version=3))
+        assert {rollout.weight_version for rollout in engine.generate(PROMPTS, SAMPLING)} == {3}
+
+
+def test_an_engine_that_dies_without_end_stops_the_run(start: Callable[[int], Any]) -> None:
+    with group(start, max_restarts=0) as engine:
+        engine.load_from(Weights(seed=5, version=1))
+        kill(engine.process_ids()[0])
+        with pytest.raises(StateError, match=r"engine 0 died again .*max_engine_restarts"):
+            engine.generate(PROMPTS, SAMPLING)
+
+
+def test_a_dead_engine_is_not_given_weights_of_another_version(start: Callable[[int], Any]) -> None:
+    source = Weights(seed=5, version=1)
+    with group(start) as engine:
+        engine.load_from(source)
+        source.weight_version = 2  # the actor has trained since
+        kill(engine.process_ids()[0])
+        with pytest.raises(StateError, match=r"needs weights of version 1; the actor has 2"):
+            engine.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("limit", [1, 10_000, 2**30])
+def test_buckets_have_everything_once_in_order(limit: int) -> None:
+    weights = embedded.small_weights(0)
+    buckets = list(in_buckets(weights.items(), limit))
+    assert [name for bucket in buckets for name, _ in bucket] == list(weights)
+    assert_same_tensors(weights, {name: tensor for bucket in buckets for name, tensor in bucket})
+    assert all(sum(t.nbytes for _, t in bucket) - bucket[-1][1].nbytes < limit for bucket in buckets)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------
+
+
+def config(directory: Path, **changes: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "run_dir": directory,
+        "steps": 4,
+        "seed": 1,
+        "threads": 1,
+        "model": {"kind": "tiny", "hidden_size": 32, "num_layers": 2, "num_heads": 4},
+        "task": {"kind": "string", "operation": "copy", "min_length": 1, "max_length": 2},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 4, "kv_cache_mib": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "warm_start": {"steps": 8, "batch_size": 8},
+        "evaluation": {"interval_steps": 0},
+        "checkpoint": {"interval_steps": 2},
+        "report": {"plot_interval_steps": 0},
+    }
+    return config_from_mapping(values | changes, source="test")
+
+
+def on_ray(directory: Path, *, ranks: int = 2, engines: int = 2, **changes: Any) -> RunConfig:
+    settings = {"actor_ranks": ranks, "engines": engines, "cpus": 1.0, "start_timeout_s": 120.0}
+    backend = "fsdp" if ranks > 1 else "local"
+    return config(directory, runtime="ray", backend=backend, ray=settings, **changes)
+
+
+def run(settings: RunConfig, meddle: Callable[[Job, int], None] = lambda _, __: None) -> list[dict[str, Any]]:
+    """The metrics of every step; `meddle` is called with the number of each rollout before it."""
+    with open_job(settings) as job:
+        generate, rollouts = job.engine.generate, iter(range(100))
+
+        def meddled(*arguments: Any) -> Any:
+            meddle(job, next(rollouts))
+            return generate(*arguments)
+
+        job.engine.generate = meddled  # type: ignore[method-assign]
+        run_loop(job)
+        return metrics_of(settings)
+
+
+def metrics_of(settings: RunConfig) -> list[dict[str, Any]]:
+    assert settings.run_dir is not None
+    lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def learned(steps: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What does not depend on the clock."""
+    keys = ("step", "reward/mean", "policy/loss", "policy/entropy", "optimizer/grad_norm", "rollout/tokens")
+    return [tuple(step.get(key) for key in keys) for step in steps if "reward/mean" in step]
+
+
+@pytest.mark.slow
+def test_one_rank_and_one_engine_do_what_the_local_runtime_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    local = run(config(tmp_path / "local"))
+    assert learned(run(on_ray(tmp_path / "ray", ranks=1, engines=1))) == learned(local)
+    assert len(learned(local)) == 4
+
+
+@pytest.mark.slow
+def test_killed_engines_and_ranks_and_a_resumed_run(tmp_path: Path) -> None:
+    """An unbroken run; one with an engine killed half-way; one whose rank is killed, resumed from its checkpoint."""
+    unbroken = learned(run(on_ray(tmp_path / "unbroken")))
+
+    def kill_an_engine(job: Job, number: int) -> None:
+        if number == 1:
+            assert isinstance(job.engine, EngineGroup)
+            kill(job.engine.process_ids()[1])
+
+    assert learned(run(on_ray(tmp_path / "engine"), kill_an_engine)) == unbroken
+
+    def kill_a_rank(job: Job, number: int) -> None:
+        if number == 3:
+            assert isinstance(job.actor, ActorGroup)
+            kill(job.actor.process_ids()[1])
+
+    with pytest.raises(LearnerLostError, match=r"rank 1 of the actor.*step-000002.*--resume") as lost:
+        run(on_ray(tmp_path / "rank"), kill_a_rank)
+    assert lost.value.checkpoint == tmp_path / "rank" / "checkpoints" / "step-000002"
+    resumed = run(on_ray(tmp_path / "rank", resume=True))
+    assert learned(resumed)[-2:] == unbroken[-2:]
+
+
+@pytest.mark.slow
+def test_a_critic_takes_its_turn_on_the_same_bundles(tmp_path: Path) -> None:
+    steps = run(on_ray(tmp_path / "ppo", steps=2, algorithm={"advantages": "gae"}))
+    assert sum(step.get("critic/loss", 0.0) for step in steps) > 0
+    ledgers = [json.loads(line) for line in (tmp_path / "ppo" / "ledgers.jsonl").read_text().splitlines()]
+    kinds = [(ledger["learner"], ledger["kind"]) for ledger in ledgers if ledger["step"] == 1]
+    assert kinds.index(("critic", "sleep")) < kinds.index(("actor", "wake"))
+
+
+def test_a_cluster_without_room_says_what_is_needed(tmp_path: Path) -> None:
+    settings = on_ray(tmp_path / "run")
+    settings = settings.model_copy(update={"ray": settings.ray.model_copy(update={"cpus": 64.0, "start_timeout_s": 1})})
+    with pytest.raises(UsageError, match=r"need 2 bundles of \{'CPU': 64\.0"), open_job(settings):
+        pass
