@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import importlib.metadata
 import json
 import platform
@@ -188,7 +189,8 @@ def bits(layers: int, precision: str, optimizer: str) -> Json:
     found = []
     for sleeps in (False, True):
         actor = Actor(layers, precision, optimizer)
-        with actor.backend.open_sleeper(rematerialize_param_from_master_weight=True) as sleeper:
+        options = {"rematerialize_param_from_master_weight": True, "report_leftovers": False}
+        with actor.backend.open_sleeper(**options) as sleeper:
             for step in range(STEPS):
                 if sleeps:
                     sleeper.sleep()
@@ -197,6 +199,7 @@ def bits(layers: int, precision: str, optimizer: str) -> Json:
             found.append(actor.digests())
         parameters = actor.num_parameters
         del actor, sleeper
+        gc.collect()  # Megatron-Core's wrappers refer to each other
         torch.cuda.empty_cache()
     without, with_sleeps = found
     return {
@@ -248,7 +251,12 @@ def count_bytes(layers: int, precision: str) -> Json:
     return {"parameters": actor.num_parameters, "ways": ways}
 
 
-def caches(layers: int, precision: str, state: str) -> Json:
+def caches(layers: int, precision: str) -> Json:
+    """At each of `STATES`, an actor of its own."""
+    return {state: caches_at(layers, precision, state) for state in STATES}
+
+
+def caches_at(layers: int, precision: str, state: str) -> Json:
     """Bytes of the caches at one moment, held and forecast."""
     settings: Json = {}
     moment, recompute, cache = Moment.TRAIN, Recompute.NONE, True
@@ -355,8 +363,7 @@ def cases(layers: int) -> dict[str, Callable[[], Json]]:
     for precision in ("blockwise", "bf16", "current", "delayed"):
         found[f"bytes/{precision}"] = partial(count_bytes, layers, precision)
     for precision in ("blockwise", "current", "delayed"):
-        for state in STATES:
-            found[f"caches/{precision}/{state}"] = partial(caches, 2, precision, state)
+        found[f"caches/{precision}"] = partial(caches, 2, precision)
     found["times/blockwise/torpor"] = partial(times_torpor, layers, "blockwise")
     for drop in (False, True):
         for retain in (False, True):
