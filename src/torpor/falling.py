@@ -155,6 +155,7 @@ class Falling:
     def _reserve(self, sleepers: Sequence[Sleeping]) -> None:
         """Room for every storage that may have to be copied, before anything is freed."""
         with self._stopwatch.stage("reserve"):
+            _refresh(sleepers)
             for sleeping in sleepers:
                 if sleeping.fate is Fate.REBUILT and self._prove_rebuilds:
                     _move_unless_rebuilt_alike(sleeping)
@@ -282,6 +283,14 @@ def _take_digests(sleepers: Sequence[Sleeping]) -> Sequence[Sleeping]:
     for sleeping, digest in zip(sleepers, digests, strict=True):
         sleeping.digest = digest
     return sleepers
+
+
+def _refresh(sleepers: Iterable[Sleeping]) -> None:
+    """Bring up to date what will be rebuilt, each distinct callable once."""
+    rebuilds = [s.decision.entry.rebuild for s in sleepers if s.fate is Fate.REBUILT]
+    refreshes = [rebuild.refresh for rebuild in rebuilds if rebuild is not None and rebuild.refresh is not None]
+    for refresh in {id(refresh): refresh for refresh in refreshes}.values():
+        refresh()
 
 
 def _move_unless_rebuilt_alike(sleeping: Sleeping) -> None:

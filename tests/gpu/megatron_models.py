@@ -105,11 +105,11 @@ class MegatronActor:
                         yield f"optimizer{index}.{number}.{key}", value
 
     def digest(self) -> dict[str, str]:
-        """Name -> hash of the exact bits, quantized parameters by what they hold; and the losses' own."""
+        """Name -> hash of the exact bits, of quantized parameters those of their values; and the losses themselves."""
         found = {"losses": repr(self.losses)}
         for name, tensor in self.state():
-            for part_name, part in tensors_in(name, tensor):
-                found[part_name] = hash_of(part)
+            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            found[name] = hash_of(tensor if is_plain else tensor.dequantize())
         for module_name, module in self.model.named_modules():
             for key, meta in getattr(module, "fp8_meta", {}).items():
                 for attribute in ("scale", "amax_history"):
@@ -164,26 +164,25 @@ def transformer_config(recipe: str = "blockwise", **options: Any) -> Any:
     precision = {} if fp8 is None else {"fp8": "hybrid" if fp8 == "delayed" else "e4m3", "fp8_recipe": fp8}
     if fp8 == "delayed":
         precision |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
-    return TransformerConfig(
-        num_layers=2,
-        hidden_size=256,
-        ffn_hidden_size=512,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=64,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        attention_backend=AttnBackend.unfused,  # gives the same bits twice
-        **precision,
-        **options,
-    )
+    shape = {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "ffn_hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 64,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "attention_backend": AttnBackend.unfused,  # gives the same bits twice
+    }
+    return TransformerConfig(**{**shape, **precision, **options})
 
 
 def build(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,7 +66,7 @@ def _compare(in_the_middle: bool, sleeper_options: dict[str, Any], **options: An
     """Train once without and once with sleeps between all steps, and fail unless every bit is the same."""
     import megatron_models
 
-    with pool():
+    with contextlib.nullcontext() if sleeper_options.get("memory") == "resize" else pool():
         megatron_models.start()
         awake = _build(**options)
         for step in range(STEPS):
@@ -88,7 +91,8 @@ def _compare(in_the_middle: bool, sleeper_options: dict[str, Any], **options: An
             nap()
         found = slept.digest()
         assert found.keys() == expected.keys()
-        assert {name for name in expected if found[name] != expected[name]} == set()
+        differ = [name for name in expected if found[name] != expected[name]]
+        assert not differ, (differ[:8], found["losses"], expected["losses"])
     return ledgers
 
 
@@ -110,7 +114,7 @@ def test_a_sleep_between_all_steps_changes_no_bit(recipe: str, memory: str, rema
     last = ledgers[-1]
     assert _fates(last, "grads") == {Fate.ZEROED}
     assert _fates(last, "params") == ({Fate.REBUILT} if rematerialize else {Fate.MOVED})
-    assert _fates(last, "optimizer") == {Fate.MOVED}
+    assert _fates(last, "optimizer") <= {Fate.MOVED, Fate.CLEAN}
     assert _fates(last, "caches") == (set() if recipe == "bf16" else {Fate.DROPPED})
     assert _fates(ledgers[0], "grads") == {Fate.ZEROED}
 
@@ -244,18 +248,16 @@ def test_computing_asleep_raises_before_anything_is_read() -> None:
     actor = _build("blockwise")
     refused: list[Callable[[], object]] = [
         lambda: actor.forward(0),
-        actor.update,
-        actor.model.zero_grad_buffer,
-        actor.model.start_param_sync,
+        lambda: actor.optimizer.step(),
+        lambda: actor.model.zero_grad_buffer(),
+        lambda: actor.model.start_param_sync(),
     ]
     with Sleeper(actor.model, optimizer=actor.optimizer) as sleeper:
         actor.step(0)
         sleeper.sleep()
-        for call in refused[:1] + refused[2:]:
+        for call in refused:
             with pytest.raises(AsleepError):
                 call()
-        with pytest.raises(AsleepError):
-            actor.optimizer.step()
     actor.step(1)
 
 
@@ -273,6 +275,49 @@ def test_parameters_are_read_from_sleeping_masters() -> None:
         assert {name: megatron_models.hash_of(p) for name, p in read.items()} == before
         sleeper.wake("params")
         assert {name: megatron_models.hash_of(p) for name, p in actor.model.named_parameters()} == before
+
+
+def _train_with_graphs(way: str) -> tuple[dict[str, str], list[set[Fate]]]:
+    """Train over layers that Megatron captured in the first step; with sleeps, unless `way` is "awake"."""
+    import megatron_models
+
+    megatron_models.start(graphs=True)
+    with pool():
+        actor = _build("blockwise", cuda_graph_impl="local", cuda_graph_warmup_steps=1)
+        actor.step(0)
+        actor.step(1)
+    fates: list[set[Fate]] = []
+    options = {
+        "requantize_under_cuda_graphs": way != "moved",
+        "rematerialize_param_from_master_weight": way == "rematerialized",
+    }
+    with Sleeper(actor.model, optimizer=actor.optimizer, **options) as sleeper:
+
+        def nap() -> None:
+            if way != "awake":
+                fates.append(_fates(sleeper.sleep(), "caches"))
+                sleeper.wake()
+
+        for step in range(2, 2 + STEPS):
+            actor.step(step, between=nap)
+            nap()
+        return actor.digest(), fates
+
+
+@pytest.mark.parametrize("way", ["requantized", "moved", "rematerialized"])
+def test_layers_that_megatron_captured_replay_as_if_nothing_had_slept(way: str) -> None:
+    expected, _ = _apart(_train_with_graphs, "awake")
+    found, fates = _train_with_graphs(way)
+    assert {name for name in expected if found[name] != expected[name]} == set()
+    for at_one_sleep in fates:
+        assert Fate.DROPPED not in at_one_sleep
+        assert (Fate.REBUILT in at_one_sleep) == (way != "moved")
+
+
+def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns in a process of its own: graphs are captured once in a process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        return executor.submit(function, *arguments).result()
 
 
 def _with_adapters(model: nn.Module) -> None:

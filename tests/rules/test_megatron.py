@@ -319,7 +319,6 @@ def test_reading_one_parameter_reads_its_own_masters_only() -> None:
     out = torch.full((end - begin,), 7, dtype=torch.bfloat16)
     part.fn(out, *part.sources)
     assert torch.equal(out, flat[begin:end])
-    assert sum(source.numel() for source in part.sources) <= end - begin
     assert len(part.sources) < len(entry.rebuild.sources)
 
 

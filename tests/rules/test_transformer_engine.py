@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -188,14 +187,32 @@ def test_under_a_captured_graph_they_are_quantized_again_in_their_place(state) -
     assert [(part.data_ptr(), part.numpy().tobytes()) for part in _parts(net.first)] == before
 
 
-def test_a_stale_copy_under_a_graph_is_moved_because_quantizing_gives_other_bits(state) -> None:
+def _stale_under_a_graph(state: SimpleNamespace) -> te.Net:
     net = _cached()
     state.skip_fp8_weight_update_tensor = torch.zeros(1)
     with torch.no_grad():
         net.first.weight.mul_(torch.linspace(1, 2, te.WIDTH))
+    return net
+
+
+def test_between_steps_a_stale_copy_under_a_graph_is_dead_and_comes_back_fresh(state) -> None:
+    net = _stale_under_a_graph(state)
+    addresses = [part.data_ptr() for part in _parts(net.first)]
+    with Sleeper(net, store="pageable", memory="madvise") as sleeper:
+        assert {row.fate for row in _caches(sleeper.sleep())} == {Fate.REBUILT}
+        sleeper.wake()
+    fresh = dict(inner_tensors(te.Quantizer().quantize(net.first.weight)))
+    held = dict(inner_tensors(net.first._fp8_workspaces["weight"]))
+    assert all(torch.equal(held[name], part) for name, part in fresh.items())
+    assert [part.data_ptr() for part in _parts(net.first)] == addresses
+
+
+def test_in_a_step_a_copy_that_is_not_the_weights_own_is_moved(state) -> None:
+    net = _stale_under_a_graph(state)
     before = [part.clone() for part in _parts(net.first)]
     with Sleeper(net, store="pageable", memory="madvise") as sleeper:
-        rows = [row for row in sleeper.sleep().rows if row.component == "caches"]
+        net.head(torch.zeros(te.WIDTH)).sum().backward()
+        rows = _caches(sleeper.sleep())
         assert any(row.reason == "its rebuild does not give the bits it has" for row in rows)
         sleeper.wake()
     assert all(torch.equal(a, b) for a, b in zip(before, _parts(net.first), strict=True))
@@ -278,14 +295,13 @@ def test_older_versions_are_judged_by_the_class_of_the_quantizer(kind: str, stoc
     assert can_quantize_again(SimpleNamespace(_quantizer=quantizer)) is safe
 
 
-def test_a_transpose_alone_has_no_part_in_another_tensors_directions() -> None:
+def test_only_the_directions_that_are_there_are_quantized_again() -> None:
     only_rows = te.Net()
     with torch.no_grad():
         only_rows(_batch(0, 0), is_first_microbatch=True)
-    rebuild = transformer_engine._quantization(only_rows.first._fp8_workspaces["weight"], "_data")
-    out = torch.empty(te.WIDTH, te.WIDTH, dtype=torch.int8)
-    rebuild(out, copy.deepcopy(only_rows.first.weight))
-    assert torch.equal(out, only_rows.first._fp8_workspaces["weight"]._data)
+    workspace = only_rows.first._fp8_workspaces["weight"]
+    again = transformer_engine._Quantization(workspace)
+    assert set(dict(inner_tensors(again._quantize(only_rows.first.weight)))) == {"_data", "_scale_inv"}
 
 
 def test_under_a_graph_weights_are_rebuilt_from_masters_and_quantized_from_there(monkeypatch, state) -> None:

@@ -20,6 +20,8 @@ _OWN_MASTER = "not rebuilt: in fp32 a parameter is its own master"
 
 _Span: TypeAlias = tuple[int, int]
 """First element and the one after the last, in the flat buffer."""
+_Stretch: TypeAlias = tuple[int, int, int]
+"""A span, and the element of a master that its first one is the rounded value of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]
     missing = _missing(buffer, spans, names)
     if missing:
         return Uncovered(f"{_NO_MASTER} {missing}")
-    refill = _Refill(spans, _bucket_spans(buffer), buffer.data_parallel_group, flat.device)
-    return Rebuild(refill, masters, refill.agree, partial(refill.narrow, masters))
+    refill = _Refill([(*span, 0) for span in spans], _bucket_spans(buffer), buffer.data_parallel_group, flat.device)
+    return Rebuild(refill, masters, agree=refill.agree, narrow=partial(refill.narrow, masters))
 
 
 def _masters(found: Sequence[Piece]) -> tuple[torch.Tensor, ...] | None:
@@ -76,7 +78,7 @@ def _cast(out: torch.Tensor, master: torch.Tensor) -> None:
 class _Refill:
     """Writes every element of a parameter buffer: zeros between parameters, rounded masters in them."""
 
-    spans: Sequence[_Span]
+    stretches: Sequence[_Stretch]
     """Of the masters of this rank, in their order."""
     buckets: Sequence[_Span]
     """What the ranks gather at a time, each an equal share; nothing for a part of the buffer."""
@@ -87,8 +89,8 @@ class _Refill:
     def __call__(self, out: torch.Tensor, *masters: torch.Tensor) -> None:
         flat = out.view(-1)
         flat.zero_()
-        for (begin, end), master in zip(self.spans, masters, strict=True):
-            flat[begin:end].copy_(master.detach().view(-1))
+        for (begin, end, first), master in zip(self.stretches, masters, strict=True):
+            flat[begin:end].copy_(master.detach().view(-1)[first : first + end - begin])
         if self.group.size() == 1:
             return
         for begin, end in self.buckets:
@@ -105,14 +107,14 @@ class _Refill:
         return not wrong.item()
 
     def narrow(self, masters: Sequence[torch.Tensor], begin: int, end: int) -> Rebuild:
-        """The elements from `begin` up to `end`, from those stretches of the masters that lie there."""
-        spans, sources = [], []
-        for (first, last), master in zip(self.spans, masters, strict=True):
+        """The elements from `begin` up to `end`, from the masters that reach there."""
+        stretches, sources = [], []
+        for (first, last, offset), master in zip(self.stretches, masters, strict=True):
             low, high = max(begin, first), min(end, last)
             if low < high:
-                spans.append((low - begin, high - begin))
-                sources.append(master.detach().view(-1)[low - first : high - first])
-        return Rebuild(_Refill(spans, (), self.group, self.device), tuple(sources))
+                stretches.append((low - begin, high - begin, offset + low - first))
+                sources.append(master)  # whole: while it sleeps it may have no memory to take a view of
+        return Rebuild(_Refill(stretches, (), self.group, self.device), tuple(sources))
 
     def _gather(self, bucket: torch.Tensor) -> None:
         """All ranks' shards of one bucket, as the step's own parameter gather does it."""

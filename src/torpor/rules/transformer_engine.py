@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,11 +125,13 @@ class TransformerEngineRule:
     def _kept_in_place(self, name: str, workspace: Any, weight: torch.Tensor | None) -> Iterator[Claim]:
         """Claims under CUDA graphs: same tensors, same addresses, with new contents at wake or a copy of the old."""
         refusal = self._why_not_rebuilt(workspace, weight)
+        again = _Quantization(workspace)
+        refresh = None if weight is None or self._steps.in_a_step else partial(again.refresh, workspace, weight)
         for attribute, tensor in inner_tensors(workspace):
             why_moved = refusal or ("" if attribute in _DATA else _NOT_ITS_DATA)
             rebuild = None
             if weight is not None and not why_moved:
-                rebuild = Rebuild(_quantization(workspace, attribute), (weight,))
+                rebuild = Rebuild(partial(again.write, attribute), (weight,), refresh=refresh)
             yield Claim(
                 f"{name}.{attribute}",
                 tensor,
@@ -184,26 +187,39 @@ def can_quantize_again(quantized: Any) -> bool:
     return kind in _RERUNNABLE or (kind == _STATELESS_UNLESS_STOCHASTIC and not quantizer.stochastic_rounding)
 
 
-def _quantization(workspace: Any, attribute: str) -> Callable[..., None]:
-    """A rebuild of one inner tensor: the whole weight is quantized, and that part of it is kept.
+class _Quantization:
+    """Quantizes a weight as one workspace has it now: same quantizer, same directions. Does not hold the workspace."""
 
-    The workspace is not held: its quantizer and the directions it has now are.
-    """
-    present = {name for name, _ in inner_tensors(workspace)}
-    quantizer = workspace._quantizer.copy()
-    quantizer.internal = False
-    quantizer.set_usage(
-        rowwise=bool(present & {"_data", "_rowwise_data"}),
-        columnwise=bool(present & {"_transpose", "_columnwise_data"}),
-    )
-    device, dtype = workspace.device, workspace.dtype
+    def __init__(self, workspace: Any) -> None:
+        self._device, self._dtype = workspace.device, workspace.dtype
+        self._quantizer = vars(workspace).get("_quantizer")
+        self._present = {name for name, _ in inner_tensors(workspace)}
 
-    def quantize(out: torch.Tensor, weight: torch.Tensor) -> None:
+    def write(self, attribute: str, out: torch.Tensor, weight: torch.Tensor) -> None:
+        """One inner tensor; the others are computed with it and let go."""
         with torch.no_grad():
-            again = quantizer.quantize(weight.detach().to(device), dtype=dtype)
-            out.copy_(getattr(again, attribute))
+            out.copy_(dict(inner_tensors(self._quantize(weight)))[attribute])
 
-    return quantize
+    def refresh(self, workspace: Any, weight: torch.Tensor) -> None:
+        """All inner tensors in place, behind autograd's back as the library itself does it.
+
+        After a step a copy is out of date, and the next forward of a first microbatch would write it anew.
+        """
+        fresh = dict(inner_tensors(self._quantize(weight)))
+        for attribute, tensor in inner_tensors(workspace):
+            tensor.data.copy_(fresh[attribute])
+
+    def _quantize(self, weight: torch.Tensor) -> Any:
+        if self._quantizer is None:
+            raise TypeError("a copy without a quantizer is moved, not quantized again")
+        quantizer = self._quantizer.copy()
+        quantizer.internal = False
+        quantizer.set_usage(
+            rowwise=bool(self._present & {"_data", "_rowwise_data"}),
+            columnwise=bool(self._present & {"_transpose", "_columnwise_data"}),
+        )
+        with torch.no_grad():
+            return quantizer.quantize(weight.detach().to(self._device), dtype=self._dtype)
 
 
 def _quantized_parameters(actor: Actor) -> Iterator[Claim]:
