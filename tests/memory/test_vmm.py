@@ -43,6 +43,8 @@ class Allocator:
         self.rig = rig
         self.blocks: list[tuple[int, int]] = []
         self.pieces: list[tuple[int, int, int]] = []
+        self.foreign: list[tuple[int, int]] = []
+        """Segments that are not the library's, in the second pool."""
 
     def piece(self, nbytes: int, pool: int = 0) -> int:
         address = self.rig.malloc(nbytes)
@@ -56,12 +58,12 @@ class Allocator:
 
     def look(self) -> Snapshot:
         """Each piece is a segment, and blocks lie in them."""
-        pieces = sorted(self.pieces)
+        pieces = sorted(self.pieces + [(address, nbytes, 1) for address, nbytes in self.foreign])
         segments = np.array([(a, n, 0, pool) for a, n, pool in pieces], SEGMENT)
         rows = sorted(self.blocks)
         at = np.searchsorted(segments["address"], [a for a, _ in rows], side="right") - 1
         blocks = np.array([(a, n, n, segment) for (a, n), segment in zip(rows, at.tolist(), strict=True)], BLOCK)
-        return Snapshot(segments, blocks, [(0, 1), (0, 2)])
+        return Snapshot(segments, blocks, [(0, 1), (0, 2)][: max(segments["pool"], default=-1) + 1])
 
 
 class Pools:
@@ -216,3 +218,59 @@ def test_the_states_of_pools(world: World) -> None:
     assert states(0) == {(0, 1): PoolState.ASLEEP, (0, 2): PoolState.AWAKE}
     world.allocator.blocks = world.allocator.blocks[1:]
     assert states(0) == {(0, 1): PoolState.DEAD, (0, 2): PoolState.AWAKE}
+
+
+def test_a_storage_alone_in_its_extent_gives_all_of_it(world: World) -> None:
+    alone = world.allocator.block(world.allocator.piece(40 * MIB), 36 * MIB)
+    world.backend.refresh()
+    assert world.backend.releasable_bytes(alone) == 40 * MIB
+    assert world.backend.release([alone]) == 40 * MIB
+
+
+def test_private_pools_without_memory_of_ours_are_foreign(world: World) -> None:
+    world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB)
+    world.backend.refresh()
+    assert not world.backend.graphs_may_live()
+    world.allocator.foreign = [(1, 2 * MIB)]
+    assert not world.backend.graphs_may_live(), "as of the last look"
+    world.backend.refresh()
+    assert world.backend.foreign_pools() == {(0, 2)}
+    assert world.backend.graphs_may_live()
+
+
+def test_the_states_of_segments_and_what_lies_idle(world: World) -> None:
+    base = world.allocator.piece(2 * MIB)
+    storages = [world.allocator.block(base, MIB)]
+    storages += [world.allocator.block(world.allocator.piece(40 * MIB), 40 * MIB) for _ in range(2)]
+    world.allocator.foreign = [(1, 2 * MIB)]
+    world.backend.refresh()
+    world.backend.release(storages[2:])
+    segments = world.allocator.look().segments
+    assert dict(zip(segments["address"].tolist(), world.backend.states_of(segments).tolist(), strict=True)) == {
+        1: -1,
+        base: 1,
+        storages[1].address: 1,
+        storages[2].address: 0,
+    }
+    assert world.backend.idle_bytes(GPU) == 0
+    small = [world.allocator.piece(2 * MIB) for _ in range(100)]
+    world.rig.free(small[-1])
+    assert world.backend.idle_bytes(GPU) == world.rig.held()[0] - (40 + 2 + 99 * 2) * MIB > 0
+
+
+def test_a_stray_in_the_place_of_a_dead_one_is_another(world: World) -> None:
+    address = world.allocator.piece(40 * MIB)
+    world.allocator.block(address, 40 * MIB)
+    world.backend.refresh()
+    (first,) = world.backend.strays([])
+    world.allocator.blocks.clear()
+    world.allocator.pieces.clear()
+    world.rig.free(address)
+    world.backend.refresh()
+    assert world.backend.strays([]) == []
+    assert world.allocator.piece(40 * MIB) == address
+    world.allocator.block(address, 40 * MIB)
+    world.backend.refresh()
+    (second,) = world.backend.strays([])
+    assert second is not first
+    assert len(world.backend._borrowed._storages) == 1, "the dead one is forgotten"
