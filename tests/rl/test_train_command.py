@@ -93,7 +93,8 @@ def test_a_missing_file_gets_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "told"), [(["--checkpoint.interval-steps", "1"], "to go on after step 1"), ([], "no checkpoint in")]
+    ("checkpoints", "told"),
+    [(["--checkpoint.interval-steps", "1"], "go on after step 1 with: torpor train "), ([], "no checkpoint in")],
 )
 def test_an_interrupted_run_says_how_to_go_on(
     config_file: Path,
@@ -118,7 +119,10 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert not list(tmp_path.glob("run/store/**/*.torpor"))
     monkeypatch.undo()
     if checkpoints:
-        assert _torpor_train(config_file, *flags, "--resume") == 0
+        command = printed.out.split("with: torpor train ")[1].split()
+        assert _torpor_train(*command) == 0
+        steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in record]
+        assert steps == [0, 1, 2]
 
 
 def test_a_machine_without_room_gets_one_line(

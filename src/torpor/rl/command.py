@@ -88,6 +88,7 @@ def _telling_how_to_go_on(job: Job) -> Iterator[None]:
         job.recorder.console.say(
             f"ended early; no checkpoint in {run.path}"
             if checkpoint is None
-            else f"ended early; add `--resume --run-dir {run.path}` to go on after step {step_of(checkpoint)}"
+            else f"ended early; go on after step {step_of(checkpoint)} with: "
+            f"torpor train {run.config} --run-dir {run.path} --resume"
         )
         raise
