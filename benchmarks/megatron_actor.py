@@ -348,8 +348,30 @@ def loop(steps: int) -> Json:
         program = "import sys; from torpor.cli import main; sys.exit(main(sys.argv[1:]))"
         start = time.perf_counter()
         subprocess.run([sys.executable, "-c", program, *command], check=True, cwd=directory)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {"total_s": time.perf_counter() - start, "steps": lines}
+        total_s = time.perf_counter() - start
+        metrics, ledgers = (_lines(run / f"{name}.jsonl") for name in ("metrics", "ledgers"))
+    rewards = [line["reward/mean"] for line in metrics if "reward/mean" in line]
+    quarter = max(1, len(rewards) // 4)
+    return {
+        "total_s": total_s,
+        "reward": rewards,
+        "reward_first_quarter": statistics.fmean(rewards[:quarter]),
+        "reward_last_quarter": statistics.fmean(rewards[-quarter:]),
+        "held_out_reward": {line["step"]: line["eval/reward"] for line in metrics if "eval/reward" in line},
+        "sleeps": [_of_sleep(line) for line in ledgers if line["kind"] == "sleep"],
+    }
+
+
+def _of_sleep(ledger: Json) -> Json:
+    """Memory in use by all afterwards, and what the sleep did with the actor's."""
+    by_fate: dict[str, int] = {}
+    for row in ledger["rows"]:
+        by_fate[row["fate"]] = by_fate.get(row["fate"], 0) + row["nbytes"]
+    return {"used_after_bytes": ledger["used_after_bytes"], "bytes_by_fate": by_fate}
+
+
+def _lines(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # --- running -----------------------------------------------------------------------------------------------
