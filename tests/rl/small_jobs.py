@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
     "optimizer": {"learning_rate": 1e-3},
     "warm_start": {"steps": 10, "batch_size": 8, "learning_rate": 3e-3},
     "evaluation": {"interval_steps": 0, "num_questions": 4},
-    "report": {"plot_interval_steps": 0},
+    "report": {"plots": False},
 }
 
 

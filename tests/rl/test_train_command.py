@@ -39,6 +39,7 @@ def config_file(tmp_path: Path) -> Path:
 def test_a_run_leaves_everything_behind(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     flags = ["--run-dir", run_dir, "--checkpoint.interval-steps", "1", "--evaluation.interval-steps", "1"]
+    flags += ["--report.plots"]
     assert _torpor_train(config_file, *flags) == 0
     printed = capsys.readouterr().out
     for part in ("warm start: 2 steps", "step   1/1  reward", "held-out reward after 1 steps", "torpor report"):
@@ -85,6 +86,7 @@ def test_an_attempt_that_failed_early_is_no_run(config_file: Path, tmp_path: Pat
     assert _torpor_train(config_file, *flags, "--model.num-heads", "3") == 2
     assert _torpor_train(config_file, *flags) == 0
     assert read_jsonl(tmp_path / "run" / "memory.jsonl")[0]["phase"] == "start"
+    assert not list(tmp_path.glob("run/*.png"))
 
 
 def test_a_missing_file_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,10 +39,13 @@ class Recorder:
         total_steps: int,
         first_step: int = 0,
         memory_interval_s: float = 0.05,
-        plot_interval_steps: int = 0,
+        plot_interval_steps: int | None = 0,
         tensorboard: bool = False,
     ) -> None:
         """
+        Args:
+            plot_interval_steps: see `PlotSink`; None draws nothing.
+
         Raises:
             UnsupportedError: TensorBoard was asked for and is not installed.
             OSError: the run directory cannot be written.
@@ -52,7 +55,9 @@ class Recorder:
         self.metrics = Metrics()
         self.console = RunConsole(total_steps, first_step)
         self._total_steps = total_steps
-        sinks: list[Sink] = [JsonlSink(run.metrics), PlotSink(run, plot_interval_steps)]
+        sinks: list[Sink] = [JsonlSink(run.metrics)]
+        if plot_interval_steps is not None:
+            sinks.append(PlotSink(run, plot_interval_steps))
         if tensorboard:
             sinks.append(TensorBoardSink(run.tensorboard))
         self._sinks = Sinks(sinks, warn=lambda message: self.console.say(f"warning: {message}"))

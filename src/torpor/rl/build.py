@@ -173,7 +173,7 @@ def _recorder(config: cfg.RunConfig, run: RunDirectory, first_step: int) -> Reco
         total_steps=config.steps,
         first_step=first_step,
         memory_interval_s=config.report.memory_interval_s,
-        plot_interval_steps=config.report.plot_interval_steps,
+        plot_interval_steps=config.report.plot_interval_steps if config.report.plots else None,
         tensorboard=config.report.tensorboard,
     )
 

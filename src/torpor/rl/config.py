@@ -295,6 +295,8 @@ class ReportConfig(Section):
     """Answers of each step that go into samples.jsonl."""
     memory_interval_s: PositiveFloat = 0.05
     """Seconds between two readings of resident memory."""
+    plots: bool = True
+    """Draw reward.png and memory.png; `torpor report` can do so later."""
     plot_interval_steps: Count = 10
     """Redraw the plots every so many steps; 0: only at the end."""
 
