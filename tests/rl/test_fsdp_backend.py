@@ -109,10 +109,11 @@ def save_on_one_rank(directory: Path) -> dict[str, Any]:
 
 
 def load_on_one_rank(directory: Path) -> dict[str, Any]:
-    """A fresh actor with other weights takes the checkpoint and does the third step."""
+    """A fresh actor with other weights and another reference takes the checkpoint and does the third step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     share = slice(dist.get_rank(), None, dist.get_world_size())
-    backend = FsdpBackend(tiny_model(VOCABULARY, hidden_size=32, seed=9), mesh, **options(KL))
+    other = {"snapshots": {REFERENCE: tiny_model(VOCABULARY, hidden_size=32, seed=8)}}
+    backend = FsdpBackend(tiny_model(VOCABULARY, hidden_size=32, seed=9), mesh, **{**options(KL), **other})
     with make(backend, KL, Path(os.environ["TORPOR_DIR"])) as actor:
         actor.load(directory)
         learned = learn(actor, KL, share, sleeps=False, versions=[2])

@@ -176,7 +176,9 @@ class ShardedBackend(Backend):
     def save(self, sleeper: Sleeper, directory: Path) -> None:
         """Each rank writes its own shards; any number of ranks can read them."""
         tensors, plain = checkpoint.split_optimizer_state(sleeper.optimizer_state_dict())
-        save({"model": sleeper.state_dict(), "optimizer": tensors}, checkpoint_id=directory / _SHARDS)
+        frozen = sleeper.read(self._frozen_weights())
+        state = {"model": sleeper.state_dict(), "optimizer": tensors, "frozen": frozen}
+        save(state, checkpoint_id=directory / _SHARDS)
         checkpoint.write_tensors(self._random_file(directory), checkpoint.random_state(self.device))
         if self.world.rank == 0:
             checkpoint.write_json(directory / "optimizer.json", plain)
@@ -197,10 +199,17 @@ class ShardedBackend(Backend):
             for name, entry in metadata.items()
             if name.startswith("optimizer.")
         }
-        load({"model": model, "optimizer": tensors}, checkpoint_id=directory / _SHARDS)
+        state = {"model": model, "optimizer": tensors, "frozen": self._frozen_weights()}
+        load(state, checkpoint_id=directory / _SHARDS)
         self.optimizer.load_state_dict(checkpoint.join_optimizer_state(tensors, plain))
         if (random_file := self._random_file(directory)).exists():  # not where more ranks read than wrote
             checkpoint.restore_random_state(checkpoint.read_tensors(random_file), self.device)
+
+    def _frozen_weights(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {key: parameter.detach() for key, parameter in module.named_parameters()}
+            for name, module in self._frozen.items()
+        }
 
     def _random_file(self, directory: Path) -> Path:
         return directory / f"random-{self.world.rank}.safetensors"
