@@ -18,6 +18,7 @@ from torpor.kinds import Fate
 from torpor.ledger import Row, Stopwatch
 from torpor.memory.base import MemoryBackend, byte_view
 from torpor.plan import Decision
+from torpor.rebuilding import Resolve, make_ready
 from torpor.shelf import Place, Shelf, watch
 from torpor.stores.base import Slot, Store
 from torpor.transfer import Piece, load, save
@@ -112,12 +113,20 @@ class Falling:
     """One call's way down. Makes `Sleeping` records; the caller keeps those of a call that succeeded."""
 
     def __init__(
-        self, store: Store, shelf: Shelf, stopwatch: Stopwatch, agreed: Round, *, prove_rebuilds: bool
+        self,
+        store: Store,
+        shelf: Shelf,
+        stopwatch: Stopwatch,
+        agreed: Round,
+        *,
+        resolve: Resolve,
+        prove_rebuilds: bool,
     ) -> None:
         self._store = store
         self._shelf = shelf
         self._stopwatch = stopwatch
         self._agreed = agreed
+        self._resolve = resolve
         self._prove_rebuilds = prove_rebuilds
         self._new_places: list[int] = []
         self._freed: list[Sleeping] = []
@@ -155,10 +164,7 @@ class Falling:
     def _reserve(self, sleepers: Sequence[Sleeping]) -> None:
         """Room for every storage that may have to be copied, before anything is freed."""
         with self._stopwatch.stage("reserve"):
-            _refresh(sleepers)
-            for sleeping in sleepers:
-                if sleeping.fate is Fate.REBUILT and self._prove_rebuilds:
-                    _move_unless_rebuilt_alike(sleeping)
+            make_ready(sleepers, self._resolve, prove=self._prove_rebuilds)
             stored = [s for s in sleepers if s.fate in STORED]
             places, self._new_places = self._shelf.reserve([(s.storage, s.decision.entry.nbytes) for s in stored])
             for sleeping, place in zip(stored, places, strict=True):
@@ -283,29 +289,3 @@ def _take_digests(sleepers: Sequence[Sleeping]) -> Sequence[Sleeping]:
     for sleeping, digest in zip(sleepers, digests, strict=True):
         sleeping.digest = digest
     return sleepers
-
-
-def _refresh(sleepers: Iterable[Sleeping]) -> None:
-    """Bring up to date what will be rebuilt, each distinct callable once."""
-    rebuilds = [s.decision.entry.rebuild for s in sleepers if s.fate is Fate.REBUILT]
-    refreshes = [rebuild.refresh for rebuild in rebuilds if rebuild is not None and rebuild.refresh is not None]
-    for refresh in {id(refresh): refresh for refresh in refreshes}.values():
-        refresh()
-
-
-def _move_unless_rebuilt_alike(sleeping: Sleeping) -> None:
-    """Rebuild into scratch memory now, while the original is there: a rebuild that gives other bits loses data."""
-    entry = sleeping.decision.entry
-    if entry.rebuild is None:
-        raise TypeError(f"{entry.name} is to be rebuilt, and no claim says how")
-    original = entry.claims[0].tensor
-    scratch = torch.empty_strided(original.size(), original.stride(), dtype=original.dtype, device=original.device)
-    if scratch.untyped_storage().nbytes() != entry.nbytes:
-        sleeping.decision.fate = Fate.MOVED
-        sleeping.decision.reason = "its rebuild covers a part of its storage only"
-        return
-    entry.rebuild.fn(scratch, *entry.rebuild.sources)
-    rebuilt, kept = fingerprints([byte_view(scratch.untyped_storage()), byte_view(entry.storage)])
-    if not entry.rebuild.agree(rebuilt == kept):
-        sleeping.decision.fate = Fate.MOVED
-        sleeping.decision.reason = "its rebuild does not give the bits it has"

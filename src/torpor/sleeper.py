@@ -44,6 +44,7 @@ from torpor.memory.base import MemoryBackend, byte_view
 from torpor.memory.gpu import GpuBackend
 from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
+from torpor.rebuilding import rebuilt_first
 from torpor.rules.base import Actor, Claim, Rule
 from torpor.rules.derived import Derived
 from torpor.rules.fsdp import gathered_bytes, reshard
@@ -52,7 +53,7 @@ from torpor.rules.standard import standard_rules
 from torpor.shelf import Shelf
 from torpor.stores import open_store
 from torpor.stores.base import Store
-from torpor.waking import rebuilt_first, wake_up
+from torpor.waking import wake_up
 
 Components = str | Iterable[str] | None
 _Optimizer = torch.optim.Optimizer | MegatronOptimizer
@@ -479,7 +480,14 @@ class Sleeper:
         going = [d for d in decisions if d.backend is not None]
         staying = [Sleeping(d) for d in decisions if d.backend is None]
         self._arm([*going, *(s.decision for s in staying)])
-        falling = Falling(self._store, self._shelf, watch, agreed, prove_rebuilds=self._verify)
+        falling = Falling(
+            self._store,
+            self._shelf,
+            watch,
+            agreed,
+            resolve=self._reader().tensor,
+            prove_rebuilds=self._verify,
+        )
         if not isinstance(agreed, Alone):
             batch_bytes = _ALL_AT_ONCE  # nothing is freed anywhere before everything is copied everywhere
         try:

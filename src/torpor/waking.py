@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from torpor.agreement import Round
 from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
 from torpor.falling import Sleeping, by_backend, in_store_order
@@ -14,15 +12,12 @@ from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
 from torpor.memory.base import MemoryBackend
-from torpor.rules.walk import plain
+from torpor.rebuilding import Resolve, rebuilt_first
 from torpor.stores.base import Store
 from torpor.transfer import load
 
 #: Seconds between two looks at the free memory while waiting for room.
 _POLL_S = 0.02
-
-#: Resolves a tensor that may sleep to one with its contents: itself, or a host copy from the store.
-Resolve = Callable[[torch.Tensor], torch.Tensor]
 
 
 def wake_up(
@@ -96,21 +91,6 @@ def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
         if rebuild is not None:
             out = sleeping.decision.entry.claims[0].tensor
             rebuild.fn(out, *(resolve(source) for source in rebuild.sources))
-
-
-def rebuilt_first(sleepers: Sequence[Sleeping]) -> list[Sleeping]:
-    """What is rebuilt from nothing that is itself rebuilt in the same call, so that the rest finds it there."""
-    rebuilt = [s for s in sleepers if s.fate is Fate.REBUILT]
-    storages = {storage._cdata for s in rebuilt for storage in s.decision.entry.storages}
-    return [s for s in rebuilt if storages.isdisjoint(source_storages(s))]
-
-
-def source_storages(sleeping: Sleeping) -> set[int]:
-    """`UntypedStorage._cdata` of what it is rebuilt from."""
-    rebuild = sleeping.decision.entry.rebuild
-    sources = rebuild.sources if rebuild is not None else ()
-    parts = (part for source in sources for _, part, why_left in plain("", source) if not why_left)
-    return {part.untyped_storage()._cdata for part in parts}
 
 
 def _verify(sleepers: Sequence[Sleeping]) -> None:

@@ -105,7 +105,7 @@ class Training:
 
 def _bits(value: object) -> bytes:
     tensor = value[1] if isinstance(value, tuple) else value
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()  # numpy would pin the memory itself
 
 
 def _fates(ledger: Ledger, component: str) -> dict[Fate, str]:
@@ -305,6 +305,30 @@ def test_params_wake_before_their_masters_and_are_read_while_all_sleep() -> None
         sleeper.wake("params")
         sleeper.wake("buffers")
         assert all(torch.equal(value, before[name]) for name, value in training.ddp.state_dict().items())
+
+
+@pytest.mark.parametrize("memory", ["madvise", "resize"])
+def test_params_may_fall_asleep_after_their_masters(memory: str) -> None:
+    training = Training()
+    with training.sleeper(rematerialize_param_from_master_weight=True, memory=memory) as sleeper:
+        training.step(0)
+        before = training.bits()
+        sleeper.sleep("optimizer")
+        assert _fates(sleeper.sleep(), "params") == {Fate.REBUILT: "the rounded value of the fp32 masters"}
+        sleeper.wake("params")
+        sleeper.wake()
+        assert training.bits() == before
+
+
+def test_the_proof_of_a_large_buffer_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torpor.rebuilding._PROOF_BYTES", 1000)
+    training = Training()
+    with training.sleeper(rematerialize_param_from_master_weight=True) as sleeper:
+        training.step(0)
+        assert set(_fates(sleeper.sleep(), "params")) == {Fate.REBUILT}
+        sleeper.wake()
+        training.ddp.buffers[0].param_data[-1] = 3
+        assert set(_fates(sleeper.sleep(), "params")) == {Fate.MOVED}
 
 
 def test_reading_one_parameter_reads_its_own_masters_only() -> None:

@@ -39,9 +39,9 @@ class Rebuild:
     sources: tuple[torch.Tensor, ...]
     agree: Callable[[bool], bool] = bool
     """Whether a rebuild that gave the right bits here did so on every rank that takes part in `fn`."""
-    refresh: Callable[[], None] | None = None
-    """Computes the contents anew before they are given up, where what is out of date now is dead. Several rebuilds
-    may share one."""
+    refresh: Callable[..., None] | None = None
+    """`refresh(*sources)` computes the contents anew before they are given up, where what is out of date now is dead.
+    Several rebuilds of the same sources may share one."""
     narrow: Callable[[int, int], Rebuild] | None = None
     """`narrow(begin, end)` rebuilds those elements of `out` alone, for reading one of many tensors in it."""
 

@@ -126,7 +126,7 @@ class TransformerEngineRule:
         """Claims under CUDA graphs: same tensors, same addresses, with new contents at wake or a copy of the old."""
         refusal = self._why_not_rebuilt(workspace, weight)
         again = _Quantization(workspace)
-        refresh = None if weight is None or self._steps.in_a_step else partial(again.refresh, workspace, weight)
+        refresh = None if self._steps.in_a_step else partial(again.refresh, workspace)
         for attribute, tensor in inner_tensors(workspace):
             why_moved = refusal or ("" if attribute in _DATA else _NOT_ITS_DATA)
             rebuild = None
