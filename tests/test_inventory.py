@@ -166,6 +166,28 @@ def test_a_place_yields_to_the_user_and_then_gives_no_component() -> None:
     assert entry_of(place, word, some(t, Role.OTHER)).fate is Fate.MOVED
 
 
+def test_an_owner_speaks_for_every_view_in_the_same_role_and_for_no_other() -> None:
+    t = torch.zeros(4)
+    owner = some(t, Role.GRAD, Fate.ZEROED, standing=Standing.OWNED)
+    view, place = some(t[:1], Role.GRAD), some(t[1:], Role.OTHER, standing=Standing.FOUND)
+    assert entry_of(view, place, owner).fate is Fate.ZEROED
+    assert entry_of(view, owner, some(t, Role.OTHER, reason="handed in")).fate is Fate.MOVED
+    assert entry_of(some(t, Role.GRAD, Fate.ZEROED), some(t, Role.GRAD, standing=Standing.OWNED)).fate is Fate.MOVED
+    assert entry_of(owner, some(t[:1], Role.GRAD, Fate.KEPT, reason="pinned")).fate is Fate.KEPT
+
+
+def test_a_rebuild_may_read_what_is_rebuilt_from_what_is_not() -> None:
+    first, second, third, fourth = torch.zeros(4), torch.zeros(4), torch.zeros(4), torch.zeros(4)
+
+    def rebuilt(out: torch.Tensor, source: torch.Tensor) -> Claim:
+        how = Rebuild(lambda out, source: None, (source,))
+        return some(out, Role.OTHER, Fate.REBUILT, rebuild=how)
+
+    claims = [some(first), rebuilt(second, first), rebuilt(third, second), rebuilt(fourth, third)]
+    fates = [entry.fate for entry in inventory_of(*claims).entries]
+    assert fates == [Fate.MOVED, Fate.REBUILT, Fate.REBUILT, Fate.MOVED]
+
+
 def test_gates_close() -> None:
     t = torch.zeros(4)
     gates = (Gate(lambda: True, "first"), Gate(lambda: False, "second"))
