@@ -230,3 +230,31 @@ def test_a_gradient_that_is_not_finite_steps_nothing() -> None:
     with pytest.raises(RuntimeError, match="nothing was stepped"):
         backend.step(1e-3, 1.0)
     assert digest(backend) == before
+
+
+def test_a_critic_begins_at_zero_and_learns_asleep_between_steps() -> None:
+    from torpor.rl.backends.megatron import MegatronCriticBackend
+
+    model = small_model()
+    ends = []
+    for sleeps in (False, True):
+        critic = MegatronCriticBackend(
+            model.config,
+            megatron=MegatronConfig(precision="blockwise", attention_backend="unfused"),
+            optimizer=OptimizerConfig(),
+            weights=model.named_parameters(),
+        )
+        values = torch.cat([value_T for (value_T,) in critic.score([GROUPS])])
+        assert values.dtype is torch.float32
+        assert not values.any()
+        with critic.open_sleeper(rematerialize_param_from_master_weight=True) as sleeper:
+            losses = []
+            for _ in range(4):
+                losses.append(critic.accumulate([GROUPS], lambda _, scores: ((scores[0][0] - 1) ** 2).mean()))
+                critic.step(1e-3, 1.0)
+                if sleeps:
+                    sleeper.sleep()
+                    sleeper.wake()
+            ends.append((losses, [value_T.cpu().tolist() for (value_T,) in critic.score([GROUPS])]))
+    assert ends[0] == ends[1]
+    assert ends[0][0][-1] < ends[0][0][0]

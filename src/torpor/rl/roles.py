@@ -16,7 +16,7 @@ from torpor.rl.actor import REFERENCE, Actor
 from torpor.rl.backends.base import Backend
 from torpor.rl.backends.fsdp import FsdpBackend, FsdpCriticBackend
 from torpor.rl.backends.local import LocalBackend, LocalCriticBackend
-from torpor.rl.backends.megatron import MegatronBackend
+from torpor.rl.backends.megatron import MegatronBackend, MegatronCriticBackend
 from torpor.rl.critic import Critic
 from torpor.rl.models import value_model
 from torpor.rl.rollout.embedded import EmbeddedEngine
@@ -72,6 +72,7 @@ def build_critic(
         total_updates=config.steps * config.critic.updates_per_rollout * config.critic.epochs_per_rollout,
         on_ledger=on_ledger,
         **sleep_options(config.memory, run),
+        **_rule_options(config),
     )
 
 
@@ -115,14 +116,17 @@ def _policy_backend(config: cfg.RunConfig, model: PreTrainedModel) -> Backend:
 
 
 def _critic_backend(config: cfg.RunConfig, model: PreTrainedModel) -> Backend:
-    values, optimizer = value_model(model), config.critic.optimizer
+    optimizer = config.critic.optimizer
     match config.backend:
-        case "local" | "megatron":
-            if config.backend == "megatron":
-                _move(values, torch.float32)
-            return LocalCriticBackend(values, optimizer=optimizer)
+        case "local":
+            return LocalCriticBackend(value_model(model), optimizer=optimizer)
         case "fsdp":
-            return FsdpCriticBackend(values, _all_ranks(model.device), optimizer=optimizer)
+            return FsdpCriticBackend(value_model(model), _all_ranks(model.device), optimizer=optimizer)
+        case "megatron":
+            weights = model.named_parameters()
+            return MegatronCriticBackend(
+                model.config, megatron=config.megatron, optimizer=optimizer, weights=weights, seed=config.seed
+            )
 
 
 def _rule_options(config: cfg.RunConfig) -> dict[str, bool]:

@@ -5,12 +5,16 @@ mask and no other. Passes go through Megatron-Core's own schedule, which marks t
 quantized copies of weights are made anew, and ends gradients' accumulation. Frozen weights are host copies that
 trade places with the live ones while they score.
 
-Letter: `N` scored tokens of a microbatch, one answer after the other.
+Letters: `N` scored tokens of a microbatch, one answer after the other; `K` tensors of a score; `T`, `B` and `D` tokens
+of a row, rows, hidden width.
 """
 
 from __future__ import annotations
 
+import os
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,20 +53,20 @@ _IDLE = (Group((0,), ((0,),)),)
 """What a rank with fewer microbatches than the others computes in their place: collectives need everybody."""
 
 
-class MegatronBackend(Backend):
-    """A policy in Megatron-Core, its optimizer, and frozen weights on the host.
+class GptBackend(Backend):
+    """Megatron-Core's GPT decoder, its optimizer, and frozen weights on the host.
 
-    Initialises `torch.distributed` and Megatron's parallel state if nobody did; without a launcher this process
-    is alone.
+    A subclass says what the last hidden states are turned into. Initialises `torch.distributed` and Megatron's
+    parallel state if nobody did; without a launcher this process is alone.
 
     Args:
         config: the model's shape, as transformers describes it.
+        architecture: the same for Megatron-Core.
         megatron: precision, parallel layout and implementation.
         optimizer: what steps it.
-        temperature: logits are divided by it.
-        logit_chunk_tokens: tokens whose logits exist at a time.
         weights: initial weights under transformers' names; None: random ones.
-        snapshots: names under which the initial weights stay as frozen ones.
+        extend: adds to the decoder what the subclass needs.
+        extra: the parameters that `extend` adds.
         seed: of Megatron's random number trackers, and of random weights.
 
     Raises:
@@ -72,37 +76,37 @@ class MegatronBackend(Backend):
     def __init__(
         self,
         config: PretrainedConfig,
+        architecture: Architecture,
         *,
         megatron: MegatronConfig,
         optimizer: OptimizerConfig,
-        temperature: float,
-        logit_chunk_tokens: int,
-        weights: Iterable[tuple[str, Tensor]] | None = None,
-        snapshots: Collection[str] = (),
-        seed: int = 0,
+        weights: Iterable[tuple[str, Tensor]] | None,
+        extend: Callable[[Any], None] = lambda model: None,
+        extra: Sequence[Parameter] = (),
+        seed: int,
     ) -> None:
         require_megatron()
         self.device = _device()
         self._config = config
-        self._architecture = Architecture.of(config)
         start_process_groups(megatron, self.device, seed)
-        require_shapes(self._architecture, megatron)
+        require_shapes(architecture, megatron)
         self.world = _data_parallel_world()
         self._tensor_group = _tensor_parallel_group()
         fused_norms = megatron.transformer_impl == "transformer_engine"
-        self._parameters = list(parameters_of(self._architecture, self._tensor_group.size(), fused_norms=fused_norms))
+        self._parameters = [*parameters_of(architecture, self._tensor_group.size(), fused_norms=fused_norms), *extra]
         self._multiple = token_multiple(megatron)
-        self._temperature, self._logit_chunk_tokens = temperature, logit_chunk_tokens
         fill = None if weights is None else partial(self._fill, weights=dict(weights))
-        self._parts: Parts = build(self._architecture, megatron, optimizer, self.device, fill)
+        self._parts: Parts = build(architecture, megatron, optimizer, self.device, extend, fill)
         self._parts.chunk.train()
         self.optimizers: Mapping[str, torch.optim.Optimizer]
         """Torch's optimizers inside Megatron-Core's, by name."""
         self.optimizers, _ = unwrapped({"optimizer": self._parts.optimizer})
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self.snapshots = frozenset()
-        for name in snapshots:
-            self.take_snapshot(name)
+
+    @abstractmethod
+    def _results(self, hidden_ND: Tensor, target_N: Tensor, output_layer: Any, output_weight: Tensor | None) -> Tensor:
+        """What the hidden states that predict `target_N` are turned into, fp32 `[K, N]`: K tensors of each score."""
 
     # --- memory ----------------------------------------------------------------------------------------
 
@@ -193,14 +197,14 @@ class MegatronBackend(Backend):
         def forward_step(numbered: Iterator[tuple[int, Sequence[Group]]], chunk: nn.Module) -> tuple[Tensor, Any]:
             index, groups = next(numbered)
             rows = lay_out(groups or _IDLE, self.device, self._multiple)
-            output_2N = chunk(
+            output_KN = chunk(
                 rows.token_ids_BT,
                 rows.position_ids_BT,
                 None,
-                output_processor=self._statistics,
+                output_processor=self._in_place_of_logits,
                 output_processor_context=rows,
             )
-            return output_2N, partial(judge, index, _by_group(output_2N, rows))
+            return output_KN, partial(judge, index, _by_group(output_KN, rows))
 
         found: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -213,19 +217,12 @@ class MegatronBackend(Backend):
         )
         return found
 
-    def _statistics(
+    def _in_place_of_logits(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Rows, **_: Any
     ) -> Tensor:
-        """Log-probability and entropy of each scored token, fp32 `[2, N]`, in place of the logits."""
-        log_prob_N, entropy_N = shared_token_statistics(
-            hidden_states.flatten(0, 1)[context.predictor_N],
-            output_layer.weight if output_weight is None else output_weight,
-            context.target_N,
-            self._tensor_group,
-            temperature=self._temperature,
-            chunk_tokens=self._logit_chunk_tokens,
-        )
-        return torch.stack([log_prob_N, entropy_N])
+        """Called by the model where it would compute its logits; hidden states are `[T, B, D]`."""
+        hidden_ND = hidden_states.flatten(0, 1)[context.predictor_N]
+        return self._results(hidden_ND, context.target_N, output_layer, output_weight)
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
         optimizer = self.optimizer
@@ -298,8 +295,99 @@ class MegatronBackend(Backend):
             )
 
 
+class MegatronBackend(GptBackend):
+    """A policy.
+
+    Args:
+        config, megatron, optimizer, weights, seed: see `GptBackend`.
+        temperature: logits are divided by it.
+        logit_chunk_tokens: tokens whose logits exist at a time.
+        snapshots: names under which the initial weights stay as frozen ones.
+
+    Raises:
+        UnsupportedError: see `GptBackend`.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        megatron: MegatronConfig,
+        optimizer: OptimizerConfig,
+        temperature: float,
+        logit_chunk_tokens: int,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+        snapshots: Collection[str] = (),
+        seed: int = 0,
+    ) -> None:
+        architecture = Architecture.of(config)
+        super().__init__(config, architecture, megatron=megatron, optimizer=optimizer, weights=weights, seed=seed)
+        self._temperature, self._logit_chunk_tokens = temperature, logit_chunk_tokens
+        for name in snapshots:
+            self.take_snapshot(name)
+
+    def _results(self, hidden_ND: Tensor, target_N: Tensor, output_layer: Any, output_weight: Tensor | None) -> Tensor:
+        """Log-probability and entropy, `[2, N]`."""
+        statistics = shared_token_statistics(
+            hidden_ND,
+            output_layer.weight if output_weight is None else output_weight,
+            target_N,
+            self._tensor_group,
+            temperature=self._temperature,
+            chunk_tokens=self._logit_chunk_tokens,
+        )
+        return torch.stack(statistics)
+
+
+class MegatronCriticBackend(GptBackend):
+    """A critic: the decoder of a policy with a value head in fp32, zero before the first step.
+
+    Args:
+        config, megatron, optimizer, seed: see `GptBackend`.
+        weights: those of the policy.
+
+    Raises:
+        UnsupportedError: see `GptBackend`.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        megatron: MegatronConfig,
+        optimizer: OptimizerConfig,
+        weights: Iterable[tuple[str, Tensor]],
+        seed: int = 0,
+    ) -> None:
+        head = {"value_head.weight": torch.zeros(1, config.hidden_size), "value_head.bias": torch.zeros(1)}
+        super().__init__(
+            config,
+            replace(Architecture.of(config), ties_embeddings=True),  # so that there is no output head
+            megatron=megatron,
+            optimizer=optimizer,
+            weights=[*weights, *head.items()],
+            extend=self._add_head,
+            extra=[Parameter(name, (name,)) for name in head],
+            seed=seed,
+        )
+
+    def _add_head(self, model: Any) -> None:
+        # fp32 whatever the decoder is: values are regressed on, and a bf16 head would round them to 3 digits.
+        model.value_head = nn.Linear(model.config.hidden_size, 1, device=self.device, dtype=torch.float32)
+
+    def _results(self, hidden_ND: Tensor, target_N: Tensor, output_layer: Any, output_weight: Tensor | None) -> Tensor:
+        """Values, `[1, N]`."""
+        values_N1: Tensor = self._parts.model.value_head(hidden_ND.float())
+        return values_N1.T
+
+
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """This rank's GPU, from now on the current one; the host without any."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _data_parallel_world() -> World:
@@ -317,5 +405,5 @@ def _tensor_parallel_group() -> dist.ProcessGroup:
     return group
 
 
-def _by_group(output_2N: Tensor, rows: Rows) -> list[Score]:
-    return [(log_prob_T, entropy_T.detach()) for log_prob_T, entropy_T in torch.split(output_2N, list(rows.lengths), 1)]
+def _by_group(output_KN: Tensor, rows: Rows) -> list[Score]:
+    return [tuple(part_KT) for part_KT in torch.split(output_KN, list(rows.lengths), 1)]

@@ -165,11 +165,13 @@ def build(
     config: MegatronConfig,
     optimizer: OptimizerConfig,
     device: torch.device,
+    extend: Callable[[Any], None],
     fill: Callable[[nn.Module], None] | None,
 ) -> Parts:
     """Model and optimizer on `device`, in memory that can sleep with its addresses kept.
 
     Args:
+        extend: adds modules to the `GPTModel`, which keep the precision that they have.
         fill: sets the parameters of the model, before masters are made from them; None leaves them random.
 
     Raises:
@@ -177,6 +179,7 @@ def build(
     """
     with memory_pool(device):
         model = _model(architecture, config, device, initialize=fill is None)
+        extend(model.module)
         if fill is not None:
             fill(model)
         chunk = _wrap(model, optimizer_uses_shards(config, optimizer))
