@@ -1,6 +1,7 @@
 """What GPU tests share: the driver's numbers, exact bits, dirty memory, one captured training step."""
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -38,8 +39,13 @@ def same(before: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> boo
 
 
 def poison(fraction: float = 0.9) -> None:
-    """Dirty the free memory, so that what was not restored cannot look right by luck."""
+    """Dirty the free memory, so that what was not restored cannot look right by luck.
+
+    Where several workers of pytest-xdist share the GPU each takes its part. Tests that take all of it, or time
+    something, must run alone: `-m "not exclusive"` and then `-m exclusive`.
+    """
     free, _ = torch.cuda.mem_get_info(DEVICE)
+    fraction /= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     x = torch.full((int(free * fraction),), 255, dtype=torch.uint8, device=DEVICE)
     torch.cuda.synchronize()
     del x

@@ -141,8 +141,7 @@ def test_every_optimizer_goes_on_as_if_it_had_not_slept(place):
     for name in zoo.OPTIMIZERS:
         (slept, slept_entries), (expected, entries) = run(name, True), run(name, False)
         assert all(map(torch.equal, slept, expected)), name
-        assert slept_entries == entries, name
-        assert entries[0] == 0, name
+        assert slept_entries == entries, f"{name}: a sleep before the first step adds no state"
 
 
 def test_a_zoo_of_storages_survives_poisoned_cycles():
@@ -159,6 +158,7 @@ def test_a_zoo_of_storages_survives_poisoned_cycles():
     assert model.transposed.stride() == (1, 32)
 
 
+@pytest.mark.exclusive
 def test_a_thief_takes_the_memory_and_gives_it_back():
     with torpor.pool():
         tensors = [torch.randn(1 << 28, device=DEVICE) for _ in range(8)]
@@ -187,6 +187,7 @@ def test_a_thief_takes_the_memory_and_gives_it_back():
     assert same(before, [t[: 1 << 20] for t in tensors])
 
 
+@pytest.mark.exclusive
 def test_another_process_takes_the_memory_and_gives_it_back():
     with torpor.pool():
         tensors = [torch.randn(1 << 28, device=DEVICE) for _ in range(8)]
@@ -244,6 +245,7 @@ def test_a_driver_call_that_fails_leaves_all_or_nothing(call):
     assert same(before, tensors)
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize(("num", "share"), [(2, 0.95), (20_000, 0.9)])
 def test_bytes_move_at_the_speed_of_the_link(num, share):
     total = 8 * GIB
@@ -274,6 +276,7 @@ def test_bytes_move_at_the_speed_of_the_link(num, share):
         assert statistics.median(r[way] for r in rates[1:]) >= share * statistics.median(roof), (rates, roof)
 
 
+@pytest.mark.exclusive
 def test_after_prewarming_the_first_sleep_finds_its_room():
     with torpor.pool():
         tensors = [torch.randn(1 << 28, device=DEVICE) for _ in range(4)]
@@ -544,6 +547,7 @@ def test_under_every_allocator_setting_memory_outside_the_pool_is_freed_or_it_sa
     script = """
 import torch, torpor
 from torpor.errors import UnsupportedError
+from torpor.memory.cuda import used_bytes
 x = torch.randn(2**28, device="cuda")
 before = x.cpu()
 try:
@@ -552,9 +556,9 @@ except UnsupportedError as error:
     print("refused", error)
 else:
     sleeper.prewarm()
-    free = torch.cuda.mem_get_info()[0]
+    used = used_bytes(x.device)
     sleeper.sleep()
-    assert torch.cuda.mem_get_info()[0] - free > 0.95 * before.nbytes
+    assert used - used_bytes(x.device) > 0.95 * before.nbytes
     sleeper.wake()
     assert torch.equal(before, x.cpu())
     print("works")

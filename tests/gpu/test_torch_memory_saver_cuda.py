@@ -12,7 +12,7 @@ CASES = (
     "bits_addresses_and_the_drivers_memory",
     "training_goes_on",
     "components_in_regions_of_their_own",
-    "a_thief_and_a_second_try",
+    pytest.param("a_thief_and_a_second_try", marks=pytest.mark.exclusive),
     "calls_that_would_end_the_process",
     "allocated_while_it_slept",
     "backups_of_its_own_are_refused",

@@ -162,6 +162,7 @@ def test_what_lies_outside_or_is_a_part_is_refused():
     assert "a part of a block" in backend.refusal(part)
 
 
+@pytest.mark.exclusive
 def test_a_wake_without_room_fails_whole_and_can_be_tried_again():
     with pool():
         tensors = [torch.randn(1 << 28, device=DEVICE) for _ in range(8)]

@@ -65,10 +65,10 @@ def _uuid(device: torch.device) -> str:
 
 
 def self_test(backend: MemoryBackend, storage: torch.UntypedStorage) -> None:
-    """Put one storage of at least 64 MiB to sleep and wake it, and see that the driver got its memory back.
+    """Put one storage of at least 64 MiB to sleep and wake it, and see that the driver has its memory in between.
 
-    The contents of `storage` are overwritten. Other processes move the driver's count too, so a rise is
-    looked for up to three times.
+    The contents of `storage` are overwritten. Where NVML does not tell processes apart, others move the driver's
+    count too, so a fall is looked for up to three times.
 
     Raises:
         UnsupportedError: something is in the way; the message has what the allocator is set to.
@@ -94,10 +94,10 @@ def _try_once(backend: MemoryBackend, storage: torch.UntypedStorage) -> str | No
     pattern = torch.arange(nbytes // 8, device=storage.device)
     byte_view(storage)[: pattern.nbytes].view(torch.int64).copy_(pattern)
     torch.cuda.synchronize(storage.device)
-    free_before = free_bytes(storage.device)
+    used_before = used_bytes(storage.device)
     backend.release([storage])
     backend.settle()
-    rise = free_bytes(storage.device) - free_before
+    given = used_before - used_bytes(storage.device)
     backend.restore([storage])
     view = byte_view(storage)[: pattern.nbytes].view(torch.int64)
     view.copy_(pattern)
@@ -105,6 +105,6 @@ def _try_once(backend: MemoryBackend, storage: torch.UntypedStorage) -> str | No
         return f"the address changed from {address:#x} to {storage.data_ptr():#x}"
     if not torch.equal(view, pattern):
         return "memory does not hold what was written after a wake"
-    if rise < nbytes:
-        return f"the driver shows {rise} bytes more free after {nbytes} bytes were given back"
+    if given < nbytes:
+        return f"the driver shows {given} bytes less in use after {nbytes} bytes were given back"
     return None

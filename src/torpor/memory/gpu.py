@@ -28,7 +28,7 @@ class GpuBackend(MemoryBackend):
 
     def settle(self) -> None:
         """Have torch return to the driver what other processes have let go of, and cached blocks outside all pools."""
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
     def states_of(self, segments: Rows) -> Int64s:
