@@ -121,7 +121,8 @@ class GptBackend(Backend):
         return self._parts.optimizer
 
     def open_sleeper(self, **options: Any) -> Sleeper:
-        return Sleeper(self.chunk, optimizer=self.optimizer, **options)
+        ranks = dist.group.WORLD if dist.get_world_size() > 1 else None
+        return Sleeper(self.chunk, optimizer=self.optimizer, group=ranks, **options)
 
     # --- frozen weights --------------------------------------------------------------------------------
 
