@@ -124,31 +124,29 @@ class TransformerEngineRule:
 
     def _kept_in_place(self, name: str, workspace: Any, weight: torch.Tensor | None) -> Iterator[Claim]:
         """Claims under CUDA graphs: same tensors, same addresses, with new contents at wake or a copy of the old."""
-        refusal = self._why_not_rebuilt(workspace, weight)
-        again = _Quantization(workspace)
-        refresh = None if self._steps.in_a_step else partial(again.refresh, workspace)
+        rebuilds = self._rebuilds(workspace, weight)
         for attribute, tensor in inner_tensors(workspace):
-            why_moved = refusal or ("" if attribute in _DATA else _NOT_ITS_DATA)
-            rebuild = None
-            if weight is not None and not why_moved:
-                rebuild = Rebuild(partial(again.write, attribute), (weight,), refresh=refresh)
-            yield Claim(
-                f"{name}.{attribute}",
-                tensor,
-                Role.QUANTIZED_CACHE,
-                "caches",
-                Fate.MOVED if rebuild is None else Fate.REBUILT,
-                why_moved or _IN_PLACE,
-                rebuild=rebuild,
-                standing=Standing.DECLARED,
-            )
+            claim = Claim(f"{name}.{attribute}", tensor, Role.QUANTIZED_CACHE, "caches", standing=Standing.DECLARED)
+            if isinstance(rebuilds, str):
+                claim.reason = rebuilds
+            elif attribute not in rebuilds:
+                claim.reason = _NOT_ITS_DATA
+            else:
+                claim.fate, claim.reason, claim.rebuild = Fate.REBUILT, _IN_PLACE, rebuilds[attribute]
+            yield claim
 
-    def _why_not_rebuilt(self, workspace: Any, weight: torch.Tensor | None) -> str:
+    def _rebuilds(self, workspace: Any, weight: torch.Tensor | None) -> dict[str, Rebuild] | str:
+        """How to quantize again, by inner tensor; or why not."""
         if not self._requantize_under_graphs:
             return _GRAPHS
         if not can_quantize_again(workspace):
             return _NOT_RERUNNABLE
-        return "" if weight is not None else _NO_SOURCE
+        if weight is None:
+            return _NO_SOURCE
+        again = _Quantization(workspace)
+        refresh = None if self._steps.in_a_step else partial(again.refresh, workspace)
+        present = [attribute for attribute, _ in inner_tensors(workspace) if attribute in _DATA]
+        return {name: Rebuild(partial(again.write, name), (weight,), refresh=refresh) for name in present}
 
     def _are_graphs_captured(self) -> bool:
         return _te_captured() or _megatron_captured() or self._graphs_may_live()
@@ -173,7 +171,7 @@ def inner_tensors(quantized: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_quantized(value: object) -> bool:
     """Whether `value` is one of the library's quantized tensors or their bare storages."""
-    return "get_metadata" in dir(type(value))
+    return hasattr(type(value), "get_metadata")
 
 
 def can_quantize_again(quantized: Any) -> bool:
@@ -181,7 +179,7 @@ def can_quantize_again(quantized: Any) -> bool:
     quantizer = vars(quantized).get("_quantizer")
     if quantizer is None:
         return False
-    if "is_requantization_safe" in dir(type(quantizer)):
+    if hasattr(type(quantizer), "is_requantization_safe"):
         return bool(quantizer.is_requantization_safe())
     kind = type(quantizer).__name__
     return kind in _RERUNNABLE or (kind == _STATELESS_UNLESS_STOCHASTIC and not quantizer.stochastic_rounding)
@@ -192,7 +190,7 @@ class _Quantization:
 
     def __init__(self, workspace: Any) -> None:
         self._device, self._dtype = workspace.device, workspace.dtype
-        self._quantizer = vars(workspace).get("_quantizer")
+        self._quantizer = workspace._quantizer
         self._present = {name for name, _ in inner_tensors(workspace)}
 
     def write(self, attribute: str, out: torch.Tensor, weight: torch.Tensor) -> None:
@@ -210,8 +208,6 @@ class _Quantization:
             tensor.data.copy_(fresh[attribute])
 
     def _quantize(self, weight: torch.Tensor) -> Any:
-        if self._quantizer is None:
-            raise TypeError("a copy without a quantizer is moved, not quantized again")
         quantizer = self._quantizer.copy()
         quantizer.internal = False
         quantizer.set_usage(
