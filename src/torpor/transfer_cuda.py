@@ -2,7 +2,8 @@
 
 One stream a device and direction, parts of 64 MiB, one wait at the end. A part is a stretch of one large piece,
 or small pieces whose slots lie side by side: those are gathered into a staging buffer by one kernel launch and
-cross the link in one copy; on the way back they are scattered. Two staging buffers take turns.
+cross the link in one copy; on the way back they are scattered. Two staging buffers take turns; on a device without
+room for them kernels read and write host memory.
 
 After somebody freed much device memory the driver wipes it with the copy engine that also brings bytes to the
 device, and for as long as that takes (110 GiB: half a second on an H200) copies to the device run at half their
@@ -129,6 +130,8 @@ class _Lane:
         self._kernels = _own_stream(device, "kernels")
         self._pace = _Pace(device, self._kernels, may_use_kernels=isinstance(store, PinnedStore))
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._is_full = False
+        """Whether there was no room for a staging buffer."""
         self._tables = _Tables()
         self._turns = cycle((0, 1))
         for stream in (self._copying, self._kernels):
@@ -143,8 +146,7 @@ class _Lane:
             elif self._pace.takes_engine(part.slot.nbytes):
                 self._load_by_engine(part, turn)
             else:
-                host = self._store.tensor(part.slot)
-                self._launch(part.table(host.data_ptr(), to_base=False))
+                self._directly(part)
 
     def finish(self) -> None:
         """Wait for the end, and let go of the buffers."""
@@ -157,7 +159,11 @@ class _Lane:
         if part.home is not None:
             self._copy(part.slot, part.home)
             return
-        buffer, free = self._stage(part, turn)
+        staged = self._stage(part, turn)
+        if staged is None:
+            self._directly(part)
+            return
+        buffer, free = staged
         self._kernels.wait_event(free)
         self._launch(part.table(buffer.data_ptr(), to_base=True))
         self._copying.wait_stream(self._kernels)
@@ -168,17 +174,37 @@ class _Lane:
         if part.home is not None:
             self._copy(part.slot, part.home)
             return
-        buffer, free = self._stage(part, turn)
+        staged = self._stage(part, turn)
+        if staged is None:
+            self._directly(part)
+            return
+        buffer, free = staged
         self._copying.wait_event(free)
         self._copy(part.slot, buffer)
         self._kernels.wait_stream(self._copying)
         self._launch(part.table(buffer.data_ptr(), to_base=False))
         free.record(self._kernels)
 
-    def _stage(self, part: _Part, turn: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """The staging buffer whose turn it is, and the event after which it may be used."""
+    def _directly(self, part: _Part) -> None:
+        """A kernel reads or writes host memory itself."""
+        host = self._store.tensor(part.slot)
+        self._launch(part.table(host.data_ptr(), to_base=self._to_store))
+
+    def _stage(self, part: _Part, turn: int) -> tuple[torch.Tensor, torch.cuda.Event] | None:
+        """The staging buffer whose turn it is, and the event after which it may be used.
+
+        None where the device is so full that there is no room for one, and kernels can reach the store.
+        """
+        if self._is_full:
+            return None
         while len(self._staging) <= turn:
-            buffer = torch.empty(PART_BYTES, dtype=torch.uint8, device=self._device)
+            try:
+                buffer = torch.empty(PART_BYTES, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:
+                if not isinstance(self._store, PinnedStore):
+                    raise
+                self._is_full = True
+                return None
             self._staging.append((buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         buffer, free = self._staging[turn]
         return buffer[: part.slot.nbytes], free

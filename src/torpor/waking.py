@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from torpor.agreement import Round
 from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
 from torpor.falling import Sleeping, by_backend, in_store_order
@@ -64,19 +66,25 @@ def wake_up(
 
 
 def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_s: float) -> None:
+    """Room on each device for what all backends together will take there."""
     deadline = time.monotonic() + wait_s
+    needed: dict[torch.device, int] = {}
+    judges: dict[torch.device, list[MemoryBackend]] = {}
     for backend, group in groups:
         for device in {sleeping.decision.entry.device for sleeping in group}:
-            needed = backend.needed_bytes([s.storage for s in group if s.decision.entry.device == device])
-            while (free := backend.free_bytes(device)) < needed:
-                if time.monotonic() >= deadline:
-                    raise NotEnoughMemoryError(
-                        needed,
-                        free,
-                        str(device),
-                        "Free memory there and wake again, or wait for it with wait_s=.",
-                    )
-                time.sleep(_POLL_S)
+            storages = [s.storage for s in group if s.decision.entry.device == device]
+            needed[device] = needed.get(device, 0) + backend.needed_bytes(storages)
+            judges.setdefault(device, []).append(backend)
+    for device, nbytes in needed.items():
+        while (free := min(backend.free_bytes(device) for backend in judges[device])) < nbytes:
+            if time.monotonic() >= deadline:
+                raise NotEnoughMemoryError(
+                    nbytes,
+                    free,
+                    str(device),
+                    "Free memory there and wake again, or wait for it with wait_s=.",
+                )
+            time.sleep(_POLL_S)
 
 
 def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:

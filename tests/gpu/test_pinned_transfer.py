@@ -118,6 +118,20 @@ def test_kernels_take_over_where_the_engine_is_slow(shape):
     store.close()
 
 
+@pytest.mark.parametrize("shape", ["two large", "tiny"])
+def test_a_device_without_room_for_staging_is_no_obstacle(shape):
+    sizes = {"two large": [100 * MIB + 3, 64 * MIB], "tiny": [random.randrange(1, 9000) for _ in range(5000)]}[shape]
+    store = PinnedStore()
+    tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=DEVICE) for n in sizes]
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(DEVICE)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 32 * MIB) / total)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(PART_BYTES, dtype=torch.uint8, device=DEVICE)
+    round_trip(tensors, store)
+    store.close()
+
+
 def test_a_store_that_nobody_closed_leaves_no_registration_behind():
     for _ in range(4):
         store = PinnedStore()
