@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,14 @@ def llama(layers: int) -> LlamaConfig:
 class Actor:
     """The backend with batches of random tokens, two microbatches a step."""
 
-    def __init__(self, layers: int, precision: str, optimizer: str = "adamw", **megatron: Any) -> None:
+    def __init__(
+        self,
+        layers: int,
+        precision: str,
+        optimizer: str = "adamw",
+        memory: Callable[[], AbstractContextManager[None]] | None = None,
+        **megatron: Any,
+    ) -> None:
         torch.manual_seed(0)
         torch.cuda.manual_seed(0)
         self.config = llama(layers)
@@ -102,6 +109,7 @@ class Actor:
             optimizer=OptimizerConfig.model_validate({"name": optimizer, "weight_decay": 0.01}),
             temperature=1.0,
             logit_chunk_tokens=256,
+            memory=memory,
         )
         self.losses: list[tuple[float, float]] = []
 
@@ -316,8 +324,9 @@ def times_saver(layers: int, precision: str, drop: bool, retain: bool) -> Json:
 
     saver.hook_mode = "torch"
     cycles = []
-    with saver.region(enable_cpu_backup=True):
-        actor = Actor(layers, precision)
+    region = partial(saver.region, enable_cpu_backup=True)
+    with region():
+        actor = Actor(layers, precision, memory=nullcontext)
         actor.train(0)
     saver.retain_cpu_backup = retain
     for step in range(4):
@@ -325,7 +334,7 @@ def times_saver(layers: int, precision: str, drop: bool, retain: bool) -> Json:
         sleep_s, _ = timed(partial(_pause, saver, actor, drop))
         asleep = used_bytes()
         wake_s, _ = timed(saver.resume)
-        with saver.region(enable_cpu_backup=True):
+        with region():
             actor.train(step + 1)
         cycles.append({"sleep_s": sleep_s, "wake_s": wake_s, "used_bytes": used, "asleep_bytes": asleep})
     return medians(cycles[1:])

@@ -29,6 +29,7 @@ from torpor.rl.backends.base import Backend, LossOf, Score, World
 from torpor.rl.backends.fsdp import ProcessWorld
 from torpor.rl.backends.megatron_logits import shared_token_statistics
 from torpor.rl.backends.megatron_model import (
+    Allocation,
     Parts,
     build,
     memory_pool,
@@ -68,6 +69,7 @@ class GptBackend(Backend):
         extend: adds to the decoder what the subclass needs.
         extra: the parameters that `extend` adds.
         seed: of Megatron's random number trackers, and of random weights.
+        memory: what model and optimizer are allocated in; None: `torpor.pool()`, on a GPU.
 
     Raises:
         UnsupportedError: a missing package, or a model, precision or layout that cannot run.
@@ -84,6 +86,7 @@ class GptBackend(Backend):
         extend: Callable[[Any], None] = lambda model: None,
         extra: Sequence[Parameter] = (),
         seed: int,
+        memory: Allocation | None,
     ) -> None:
         require_megatron()
         self.device = _device()
@@ -95,8 +98,9 @@ class GptBackend(Backend):
         fused_norms = megatron.transformer_impl == "transformer_engine"
         self._parameters = [*parameters_of(architecture, self._tensor_group.size(), fused_norms=fused_norms), *extra]
         self._multiple = token_multiple(megatron)
+        self._memory: Allocation = memory if memory is not None else partial(memory_pool, self.device)
         fill = None if weights is None else partial(self._fill, weights=dict(weights))
-        self._parts: Parts = build(architecture, megatron, optimizer, self.device, extend, fill)
+        self._parts: Parts = build(architecture, megatron, optimizer, self.device, self._memory, extend, fill)
         self._parts.chunk.train()
         self.optimizers: Mapping[str, torch.optim.Optimizer]
         """Torch's optimizers inside Megatron-Core's, by name."""
@@ -235,7 +239,7 @@ class GptBackend(Backend):
         norm = float(optimizer.get_grad_norm())
         if not torch.isfinite(torch.tensor(norm)):
             raise RuntimeError(f"the gradient norm is {norm}; nothing was stepped")
-        with memory_pool(self.device):  # moments are made by the first step
+        with self._memory():  # moments are made by the first step
             optimizer.step()
         self.chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -290,7 +294,7 @@ class GptBackend(Backend):
             )
         self._fill(self._parts.model, weights)
         megatron_checkpoint.read_snapshots(directory, self._snapshots, self._tensor_group.rank())
-        with memory_pool(self.device):
+        with self._memory():
             megatron_checkpoint.read_training_state(
                 directory, self.optimizers, self._parts.model, self.device, dist.get_rank()
             )
@@ -300,7 +304,7 @@ class MegatronBackend(GptBackend):
     """A policy.
 
     Args:
-        config, megatron, optimizer, weights, seed: see `GptBackend`.
+        config, megatron, optimizer, weights, seed, memory: see `GptBackend`.
         temperature: logits are divided by it.
         logit_chunk_tokens: tokens whose logits exist at a time.
         snapshots: names under which the initial weights stay as frozen ones.
@@ -320,9 +324,18 @@ class MegatronBackend(GptBackend):
         weights: Iterable[tuple[str, Tensor]] | None = None,
         snapshots: Collection[str] = (),
         seed: int = 0,
+        memory: Allocation | None = None,
     ) -> None:
         architecture = Architecture.of(config)
-        super().__init__(config, architecture, megatron=megatron, optimizer=optimizer, weights=weights, seed=seed)
+        super().__init__(
+            config,
+            architecture,
+            megatron=megatron,
+            optimizer=optimizer,
+            weights=weights,
+            seed=seed,
+            memory=memory,
+        )
         self._temperature, self._logit_chunk_tokens = temperature, logit_chunk_tokens
         for name in snapshots:
             self.take_snapshot(name)
@@ -344,7 +357,7 @@ class MegatronCriticBackend(GptBackend):
     """A critic: the decoder of a policy with a value head in fp32, zero before the first step.
 
     Args:
-        config, megatron, optimizer, seed: see `GptBackend`.
+        config, megatron, optimizer, seed, memory: see `GptBackend`.
         weights: those of the policy.
 
     Raises:
@@ -359,6 +372,7 @@ class MegatronCriticBackend(GptBackend):
         optimizer: OptimizerConfig,
         weights: Iterable[tuple[str, Tensor]],
         seed: int = 0,
+        memory: Allocation | None = None,
     ) -> None:
         head = {"value_head.weight": torch.zeros(1, config.hidden_size), "value_head.bias": torch.zeros(1)}
         super().__init__(
@@ -370,6 +384,7 @@ class MegatronCriticBackend(GptBackend):
             extend=self._add_head,
             extra=[Parameter(name, (name,)) for name in head],
             seed=seed,
+            memory=memory,
         )
 
     def _add_head(self, model: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from torpor.errors import UnsupportedError
 from torpor.memory.vmm import pool
 from torpor.rl.backends.megatron_weights import Architecture
 from torpor.rl.config import MegatronConfig, OptimizerConfig
+
+
+Allocation = Callable[[], AbstractContextManager[None]]
+"""What decides, from `with` to its end, in which memory tensors are allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +169,21 @@ def build(
     config: MegatronConfig,
     optimizer: OptimizerConfig,
     device: torch.device,
+    memory: Allocation,
     extend: Callable[[Any], None],
     fill: Callable[[nn.Module], None] | None,
 ) -> Parts:
-    """Model and optimizer on `device`, in memory that can sleep with its addresses kept.
+    """Model and optimizer on `device`.
 
     Args:
+        memory: what they are allocated in.
         extend: adds modules to the `GPTModel`, which keep the precision that they have.
         fill: sets the parameters of the model, before masters are made from them; None leaves them random.
 
     Raises:
         UnsupportedError: TransformerEngine, or the package for the optimizer, is not installed.
     """
-    with memory_pool(device):
+    with memory():
         model = _model(architecture, config, device, initialize=fill is None)
         extend(model.module)
         if fill is not None:
