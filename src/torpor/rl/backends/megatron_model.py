@@ -21,7 +21,6 @@ from torpor.memory.vmm import pool
 from torpor.rl.backends.megatron_weights import Architecture
 from torpor.rl.config import MegatronConfig, OptimizerConfig
 
-
 Allocation = Callable[[], AbstractContextManager[None]]
 """What decides, from `with` to its end, in which memory tensors are allocated."""
 
@@ -112,7 +111,8 @@ def _start_distributed(device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(names)
     else:
-        dist.init_process_group(names, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined] # public, but not in `__all__`
+        dist.init_process_group(names, store=store, rank=0, world_size=1)
     atexit.register(dist.destroy_process_group)
 
 
