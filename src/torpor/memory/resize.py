@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from torpor.errors import MemoryBackendError
+from torpor.errors import MemoryBackendError, TorporError
 from torpor.memory.base import MemoryBackend
 from torpor.memory.host import HostBackend
 
@@ -52,9 +52,13 @@ class Resizing(MemoryBackend):
             except RuntimeError as error:  # torch's allocator has no type of its own for this on a CPU
                 for again in released[:done]:
                     again.resize_(0)
-                raise MemoryBackendError(f"allocating {nbytes} bytes again: {error}") from error
+                raise self._failure(error, storages, nbytes) from error
         for storage in storages:
             self._sizes.pop(storage._cdata, None)
+
+    def _failure(self, error: RuntimeError, storages: Sequence[torch.UntypedStorage], nbytes: int) -> TorporError:
+        """What to raise where `storages` should come back and one of `nbytes` could not. All are released again."""
+        return MemoryBackendError(f"allocating {nbytes} bytes again: {error}")
 
     def needed_bytes(self, storages: Sequence[torch.UntypedStorage]) -> int:
         return sum(self._sizes.get(storage._cdata, 0) for storage in storages)

@@ -9,10 +9,11 @@ whether it was sent to another process: such a one must not sleep here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
+from torpor.errors import NotEnoughMemoryError, TorporError
 from torpor.memory import allocator
 from torpor.memory.allocator import PoolId
 from torpor.memory.gpu import GpuBackend
@@ -50,6 +51,13 @@ class CudaResizeBackend(Resizing, GpuBackend):
         if not storage.resizable():
             return "a storage that torch cannot resize: it belongs to another process or another library"
         return None
+
+    def _failure(self, error: RuntimeError, storages: Sequence[torch.UntypedStorage], nbytes: int) -> TorporError:
+        if not isinstance(error, torch.OutOfMemoryError):
+            return super()._failure(error, storages, nbytes)
+        device = storages[0].device
+        remedy = "Free memory there and wake again."
+        return NotEnoughMemoryError(self.needed_bytes(storages), self.free_bytes(device), str(device), remedy)
 
 
 def cuda_resize_backend(foreign_pools: Callable[[], Set[PoolId]] = private_pools) -> CudaResizeBackend:
