@@ -25,8 +25,8 @@ from torch import Tensor
 from torpor.errors import StateError, UsageError
 from torpor.report.metrics import Max, Mean, Metrics, Sum
 from torpor.rl.backends.base import Backend, Score
-from torpor.rl.batch import Batch, RolloutGroup, deal, in_runs
-from torpor.rl.config import AlgorithmConfig, TrainerConfig
+from torpor.rl.batch import Batch, RolloutGroup, deal
+from torpor.rl.config import AlgorithmConfig
 from torpor.rl.learner import Learner, Progress
 from torpor.rl.losses import policy_terms, sequence_weights
 from torpor.rl.rollout.base import LoadReport, RolloutEngine
@@ -51,9 +51,9 @@ class Actor(Learner):
     Args:
         backend: model and optimizer; has the snapshot `"reference"` if `algorithm.kl_coefficient` is above 0.
         algorithm: GRPO or PPO, and their choices.
-        trainer: how a step is cut up.
         max_answer_tokens: what `length_normalization = constant` divides by.
-        options: see `Learner`: `optimizer`, `total_updates`, `on_ledger`, `offload`, `lazy_wake` and the sleeper's.
+        options: see `Learner`: `optimizer`, `trainer`, `total_updates`, `on_ledger`, `offload`, `lazy_wake` and
+            what the sleeper takes.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class Actor(Learner):
         backend: Backend,
         *,
         algorithm: AlgorithmConfig,
-        trainer: TrainerConfig,
         max_answer_tokens: int,
         **options: Any,
     ) -> None:
-        self._algorithm, self._trainer = algorithm, trainer
+        self._algorithm = algorithm
         self._max_answer_tokens = max_answer_tokens
         self._penalizes_loss = algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss"
         if algorithm.kl_coefficient > 0 and REFERENCE not in backend.snapshots:
@@ -139,8 +138,7 @@ class Actor(Learner):
         return None if cap is None else (ours_T - rollout_T).exp().clamp(max=cap)
 
     def _log_probs(self, groups: Sequence[RolloutGroup], snapshot: str | None = None) -> Iterator[Tensor]:
-        runs = in_runs([group.tokens for group in groups], self._trainer.microbatch_tokens)
-        return (log_prob_T.cpu() for log_prob_T, _ in self.backend.score(runs, snapshot=snapshot))
+        return (log_prob_T.cpu() for log_prob_T, _ in self._scores(groups, snapshot))
 
     def _update(self, scored: Sequence[_Scored], metrics: Metrics, progress: Progress) -> None:
         """One optimizer step; the loss is normalised over all of `scored` on all ranks, however it is split.
@@ -151,16 +149,12 @@ class Actor(Learner):
         weighted = list(zip(scored, self._weights(scored), strict=True))
         teaching = [(item, weight) for item, weight in weighted if self._teaches(item)]
         progress(len(weighted) - len(teaching))
-        runs = in_runs([item.group.tokens for item, _ in teaching], self._trainer.microbatch_tokens)
-        rest = iter(teaching)
-        shares = [[next(rest) for _ in run] for run in runs]
 
-        def loss_of(index: int, scores: list[Score]) -> Tensor:
-            progress(len(shares[index]))
-            return self._loss(shares[index], scores, metrics)
+        def loss_of(part: Sequence[tuple[_Scored, list[float]]], scores: list[Score]) -> Tensor:
+            return self._loss(part, scores, metrics)
 
-        loss = self.backend.accumulate(runs, loss_of)
-        metrics.record("policy/loss", Mean(self.backend.world.sum([loss])[0]))
+        loss = self._accumulate(teaching, [item.group for item, _ in teaching], loss_of, progress)
+        metrics.record("policy/loss", Mean(loss))
         metrics.record("policy/teaching_groups", Mean(len(teaching), len(scored)))
         metrics.record("train/tokens", Sum(sum(sum(item.group.lengths) for item, _ in teaching)))
         self._step(metrics)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torpor.report.metrics import Mean, Metrics
 from torpor.rl.advantages import EPSILON, generalized_advantages
 from torpor.rl.backends.base import Backend, Score, World
-from torpor.rl.batch import Batch, RolloutGroup, deal, in_runs
-from torpor.rl.config import AlgorithmConfig, CriticConfig, TrainerConfig
+from torpor.rl.batch import Batch, RolloutGroup, deal
+from torpor.rl.config import AlgorithmConfig, CriticConfig
 from torpor.rl.learner import Learner, Progress
 from torpor.rl.losses import value_terms
 
@@ -51,8 +51,7 @@ class Critic(Learner):
         backend: model and optimizer; scores are values.
         algorithm: whether advantages are normalised, and the weight of a KL penalty in the rewards.
         config: the critic's own choices.
-        trainer: how a step is cut up.
-        options: see `Learner`; `optimizer` is that of `config`.
+        options: see `Learner`: `trainer`, `total_updates`, `on_ledger`, `offload`, `lazy_wake` and the sleeper's.
     """
 
     metrics_path = "critic"
@@ -63,10 +62,9 @@ class Critic(Learner):
         *,
         algorithm: AlgorithmConfig,
         config: CriticConfig,
-        trainer: TrainerConfig,
         **options: Any,
     ) -> None:
-        self._algorithm, self._config, self._trainer = algorithm, config, trainer
+        self._algorithm, self._config = algorithm, config
         super().__init__(backend, optimizer=config.optimizer, **options)
 
     def appraise(self, batch: Batch, gaps: Sequence[Tensor] | None = None) -> Appraisal:
@@ -77,8 +75,7 @@ class Critic(Learner):
             gaps: see `Actor.reference_gaps`; times the KL coefficient they are taken off each token's reward.
         """
         self.wake_up()
-        runs = in_runs([group.tokens for group in batch.groups], self._trainer.microbatch_tokens)
-        values = [value_T.cpu() for (value_T,) in self.backend.score(runs)]
+        values = [value_T.cpu() for (value_T,) in self._scores(batch.groups)]
         rewards = [self._token_rewards(group, gaps[i] if gaps else None) for i, group in enumerate(batch.groups)]
         estimates = [
             self._estimate(group, reward_T, value_T)
@@ -130,16 +127,12 @@ class Critic(Learner):
     def _update(self, share: Sequence[Judged], metrics: Metrics, progress: Progress) -> None:
         """One optimizer step over the mean of all tokens of `share` on all ranks, however it is split."""
         (num_tokens,) = self.backend.world.sum([sum(len(item.value_T) for item in share)])
-        runs = in_runs([item.group.tokens for item in share], self._trainer.microbatch_tokens)
-        rest = iter(share)
-        parts = [[next(rest) for _ in run] for run in runs]
 
-        def loss_of(index: int, scores: list[Score]) -> Tensor:
-            progress(len(parts[index]))
-            return self._loss(parts[index], scores, metrics) / num_tokens
+        def loss_of(part: Sequence[Judged], scores: Sequence[Score]) -> Tensor:
+            return self._loss(part, scores, metrics) / num_tokens
 
-        loss = self.backend.accumulate(runs, loss_of)
-        metrics.record("critic/loss", Mean(self.backend.world.sum([loss])[0]))
+        loss = self._accumulate(share, [item.group for item in share], loss_of, progress)
+        metrics.record("critic/loss", Mean(loss))
         self._step(metrics)
 
     def _loss(self, part: Sequence[Judged], scores: Sequence[Score], metrics: Metrics) -> Tensor:

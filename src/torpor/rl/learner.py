@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from torch import Tensor
 
 from torpor.report.metrics import Last, Mean, Metrics
 from torpor.rl import checkpoint
-from torpor.rl.backends.base import Backend
-from torpor.rl.config import OptimizerConfig
+from torpor.rl.backends.base import Backend, Score
+from torpor.rl.batch import RolloutGroup, in_runs
+from torpor.rl.config import OptimizerConfig, TrainerConfig
 from torpor.rl.schedules import learning_rate_factor
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of groups that are done."""
+Item = TypeVar("Item")
 _STATE = "state.json"
 
 
@@ -29,6 +33,7 @@ class Learner:
     Args:
         backend: the model and its optimizer.
         optimizer: schedule and clipping.
+        trainer: how a step is cut up.
         total_updates: optimizer steps of the whole run, for the schedule.
         on_ledger: called with the ledger of every sleep and wake.
         offload: False: `sleep` does nothing.
@@ -45,6 +50,7 @@ class Learner:
         backend: Backend,
         *,
         optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
         total_updates: int,
         on_ledger: Callable[[Ledger], None] = lambda _: None,
         offload: bool = True,
@@ -52,7 +58,7 @@ class Learner:
         **sleeper_options: Any,
     ) -> None:
         self.backend = backend
-        self._optimizer_config, self._total_updates = optimizer, total_updates
+        self._optimizer_config, self._total_updates, self._trainer = optimizer, total_updates, trainer
         self._on_ledger, self._offload, self._lazy_wake = on_ledger, offload, lazy_wake
         self._is_awake = True
         self.sleeper = backend.open_sleeper(**sleeper_options)
@@ -123,6 +129,34 @@ class Learner:
         self.weight_version, self.num_updates = state["weight_version"], state["num_updates"]
 
     # --- learning --------------------------------------------------------------------------------------
+
+    def _scores(self, groups: Sequence[RolloutGroup], snapshot: str | None = None) -> Iterator[Score]:
+        """What the weights, or frozen ones, say of each group, without gradients."""
+        runs = in_runs([group.tokens for group in groups], self._trainer.microbatch_tokens)
+        return self.backend.score(runs, snapshot=snapshot)
+
+    def _accumulate(
+        self,
+        items: Sequence[Item],
+        groups: Sequence[RolloutGroup],
+        loss_of: Callable[[Sequence[Item], list[Score]], Tensor],
+        progress: Progress,
+    ) -> float:
+        """Gradients of one optimizer step, microbatch by microbatch; the loss of all ranks.
+
+        Args:
+            items: what `loss_of` needs to know of each of `groups`.
+            loss_of: from a microbatch's items and scores to its share of the loss, a scalar.
+        """
+        runs = in_runs([group.tokens for group in groups], self._trainer.microbatch_tokens)
+        rest = iter(items)
+        parts = [[next(rest) for _ in run] for run in runs]
+
+        def loss_of_run(index: int, scores: list[Score]) -> Tensor:
+            progress(len(parts[index]))
+            return loss_of(parts[index], scores)
+
+        return self.backend.world.sum([self.backend.accumulate(runs, loss_of_run)])[0]
 
     def _step(self, metrics: Metrics) -> None:
         """One optimizer step with the learning rate that its number has."""
