@@ -37,7 +37,7 @@ from torpor.errors import RankError, StateError, UsageError
 from torpor.sleeper import Sleeper
 
 _PREFIX, _PARTIAL, _LATEST, _VALUES = "step-", ".partial-", "latest", "values.json"
-_MODEL, _OPTIMIZER, _RANK = "model", "optimizer", "rank"
+_MODEL, _FROZEN, _OPTIMIZER, _RANK = "model", "frozen", "optimizer", "rank"
 
 Tensors = dict[str, Tensor]
 
@@ -62,6 +62,7 @@ def save_checkpoint(
     *,
     values: Mapping[str, Any] | None = None,
     local: Mapping[str, Tensor] | None = None,
+    frozen: Mapping[str, torch.nn.Module] | None = None,
     group: dist.ProcessGroup | None = None,
     keep: int = 2,
 ) -> Path:
@@ -72,6 +73,7 @@ def save_checkpoint(
         step: names the checkpoint.
         values: JSON values to keep with it: data position, weight version. The first rank's count.
         local: each rank's own tensors: random state.
+        frozen: modules by name that are no model of the sleeper: a reference handed over as `extra`.
         group: ranks that save, with a backend for host tensors; None for the default group, or for one process
             without any.
         keep: the newest so many checkpoints stay.
@@ -81,6 +83,7 @@ def save_checkpoint(
         UsageError: `values`, or an optimizer's state, that JSON cannot hold.
     """
     tensors, plain = _state(sleeper)
+    tensors |= _module_tensors(sleeper, _FROZEN, frozen or {})
     rank, world_size = _place(group)
     tensors |= {f"{_RANK}/{rank}/{name}": tensor for name, tensor in (local or {}).items()}
     text = _to_json({"step": step, "world_size": world_size, "values": dict(values or {}), "optimizers": plain})
@@ -96,7 +99,13 @@ def save_checkpoint(
     return root / _on_first_rank(group, "commit", lambda: _commit(root, partial, text, keep))
 
 
-def load_checkpoint(checkpoint: Path, sleeper: Sleeper, *, group: dist.ProcessGroup | None = None) -> Loaded:
+def load_checkpoint(
+    checkpoint: Path,
+    sleeper: Sleeper,
+    *,
+    frozen: Mapping[str, torch.nn.Module] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Loaded:
     """Fill the models and optimizers of `sleeper`, which must be awake, from `checkpoint`. A collective call.
 
     The number of ranks, the mesh and the placements may be others than those of the run that saved. Parameters
@@ -116,7 +125,7 @@ def load_checkpoint(checkpoint: Path, sleeper: Sleeper, *, group: dist.ProcessGr
     reader = FileSystemReader(checkpoint)
     metadata = reader.read_metadata().state_dict_metadata
     saved = {key: tensor for key, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
-    wanted = _model_tensors(sleeper)
+    wanted = _module_tensors(sleeper, _MODEL, sleeper.models) | _module_tensors(sleeper, _FROZEN, frozen or {})
     for name in sleeper.optimizers:
         wanted |= _make_state(sleeper, name, saved)
     own = f"{_RANK}/{rank}/"
@@ -158,7 +167,7 @@ class _AsleepPlanner(DefaultSavePlanner):
 
 def _state(sleeper: Sleeper) -> tuple[Tensors, dict[str, Any]]:
     """Every tensor by its key, unread, and the optimizers' other values."""
-    tensors = _model_tensors(sleeper)
+    tensors = _module_tensors(sleeper, _MODEL, sleeper.models)
     plain: dict[str, Any] = {}
     for name, optimizer in sleeper.optimizers.items():
         values: dict[str, Any] = {}
@@ -171,11 +180,12 @@ def _state(sleeper: Sleeper) -> tuple[Tensors, dict[str, Any]]:
     return tensors, plain
 
 
-def _model_tensors(sleeper: Sleeper) -> Tensors:
+def _module_tensors(sleeper: Sleeper, kind: str, modules: Mapping[str, torch.nn.Module]) -> Tensors:
+    """The tensors of `modules`, unread, by their keys in a checkpoint."""
     return {
-        f"{_MODEL}/{name}/{key}": value
-        for name, model in sleeper.models.items()
-        for key, value in sleeper.peek(model.state_dict).items()
+        f"{kind}/{name}/{key}": value
+        for name, module in modules.items()
+        for key, value in sleeper.peek(module.state_dict).items()
         if isinstance(value, Tensor)
     }
 

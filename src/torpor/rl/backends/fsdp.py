@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torpor.errors import UnsupportedError, UsageError
-from torpor.rl import checkpoint
+from torpor.checkpoint import latest, load_checkpoint, save_checkpoint
+from torpor.errors import StateError, UnsupportedError, UsageError
 from torpor.rl.backends.base import Backend, LossOf, Score, World
+from torpor.rl.checkpoint import random_state, restore_random_state
 from torpor.rl.config import OptimizerConfig
 from torpor.rl.optimizers import build_optimizer, set_learning_rate
 from torpor.rl.packing import Group
@@ -120,15 +118,17 @@ class ShardedBackend(Backend):
         self.world = ProcessWorld()
         self.device = torch.device(mesh.device_type)
         self.root = root.train()
-        self._trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(optimizer, self._trained)
+        self.optimizer = build_optimizer(optimizer, root.parameters())
+        self._sleeper: Sleeper | None = None
         self._frozen = {name: module.train(False).requires_grad_(False) for name, module in (frozen or {}).items()}
         self.snapshots = frozenset(self._frozen)
         self._weight_names = frozenset(name for name, _ in root.named_parameters())
 
     def open_sleeper(self, **options: Any) -> Sleeper:
-        extra = {name: dict(frozen.named_parameters()) for name, frozen in self._frozen.items()}
-        return Sleeper(self.root, optimizer=self.optimizer, extra=extra, group=dist.group.WORLD, **options)
+        self._sleeper = Sleeper(
+            self.root, optimizer=self.optimizer, extra=self._frozen, group=dist.group.WORLD, **options
+        )
+        return self._sleeper
 
     @torch.no_grad()
     def score(self, runs: Sequence[Sequence[Group]], *, snapshot: str | None = None) -> Iterator[Score]:
@@ -175,51 +175,15 @@ class ShardedBackend(Backend):
 
     def save(self, sleeper: Sleeper, directory: Path) -> None:
         """Each rank writes its own shards; any number of ranks can read them."""
-        tensors, plain = checkpoint.split_optimizer_state(sleeper.optimizer_state_dict())
-        frozen = sleeper.read(self._frozen_weights())
-        state = {"model": sleeper.state_dict(), "optimizer": tensors, "frozen": frozen}
-        save(state, checkpoint_id=directory / _SHARDS)
-        checkpoint.write_tensors(self._random_file(directory), checkpoint.random_state(self.device))
-        if self.world.rank == 0:
-            checkpoint.write_json(directory / "optimizer.json", plain)
+        save_checkpoint(directory / _SHARDS, 0, sleeper, local=random_state(self.device), frozen=self._frozen)
 
     def load(self, directory: Path) -> None:
         """Random state comes back if the checkpoint has one for this rank; the rest with any number of ranks."""
-        plain = checkpoint.read_json(directory / "optimizer.json")
-        metadata = FileSystemReader(directory / _SHARDS).read_metadata().state_dict_metadata
-        model = self.root.state_dict()
-        found = {name.removeprefix("model.") for name in metadata if name.startswith("model.")}
-        if found != model.keys():
-            raise UsageError(
-                f"{directory} is of another model: missing {sorted(model.keys() - found)}, "
-                f"unexpected {sorted(found - model.keys())}"
-            )
-        tensors = {
-            name.removeprefix("optimizer."): self._empty(name.removeprefix("optimizer."), entry)
-            for name, entry in metadata.items()
-            if name.startswith("optimizer.")
-        }
-        state = {"model": model, "optimizer": tensors, "frozen": self._frozen_weights()}
-        load(state, checkpoint_id=directory / _SHARDS)
-        self.optimizer.load_state_dict(checkpoint.join_optimizer_state(tensors, plain))
-        if (random_file := self._random_file(directory)).exists():  # not where more ranks read than wrote
-            checkpoint.restore_random_state(checkpoint.read_tensors(random_file), self.device)
-
-    def _frozen_weights(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {key: parameter.detach() for key, parameter in module.named_parameters()}
-            for name, module in self._frozen.items()
-        }
-
-    def _random_file(self, directory: Path) -> Path:
-        return directory / f"random-{self.world.rank}.safetensors"
-
-    def _empty(self, path: str, entry: Any) -> Tensor:
-        """A tensor for one entry of the optimizer's state, sharded as its parameter is if it has its shape."""
-        parameter = self._trained[int(path.split("/")[0])]
-        if entry.size == parameter.size():
-            return torch.zeros_like(parameter, dtype=entry.properties.dtype)
-        return torch.zeros(entry.size, dtype=entry.properties.dtype)
+        if self._sleeper is None:
+            raise StateError("load() comes after open_sleeper()")
+        loaded = load_checkpoint(latest(directory / _SHARDS), self._sleeper, frozen=self._frozen)
+        if loaded.local:  # none where more ranks read than wrote
+            restore_random_state(loaded.local, self.device)
 
 
 class FsdpBackend(ShardedBackend):
