@@ -15,6 +15,7 @@ from torpor.ledger import Ledger
 from torpor.rl.actor import REFERENCE
 from torpor.rl.advantages import generalized_advantages
 from torpor.rl.backends.base import World
+from torpor.rl.backends.local import LocalCriticBackend
 from torpor.rl.batch import Batch, group_rollouts
 from torpor.rl.checkpoint import save_checkpoint
 from torpor.rl.config import AlgorithmConfig, CriticConfig, OptimizerConfig
@@ -198,6 +199,18 @@ def test_a_sleeping_critic_does_not_compute(critic: Critic) -> None:
     critic.sleep()
     with pytest.raises(AsleepError):
         list(critic.backend.score([[group.tokens for group in batch_of().groups]]))
+
+
+def test_a_released_critic_holds_nothing(tmp_path: Path) -> None:
+    with make_critic(tmp_path, config=ADAMW) as critic:
+        model = value_model_of(critic)
+        critic.train(critic.appraise(batch_of()))
+        critic.sleep()
+        critic.release()
+    assert not sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    assert isinstance(critic.backend, LocalCriticBackend)
+    assert not critic.backend.optimizers["adamw"].state
+    assert not list(tmp_path.glob("**/*.torpor"))
 
 
 @pytest.mark.parametrize("asleep", [True, False])

@@ -171,12 +171,15 @@ def test_with_a_critic_each_has_its_turn(tmp_path: Path) -> None:
             events.spy(job.critic, method, f"critic.{method}")
         for method in ("sleep", "generate"):
             events.spy(job.engine, method, f"engine.{method}")
+        for owner, name in ((job.actor.sleeper, "actor.close"), (job.critic, "critic.release")):
+            events.spy(owner, name.split(".")[1], name)
         run_loop(job)
         assert (job.critic.num_updates, job.actor.num_updates) == (2, 1)
     ours = ["critic.wake_up", "critic.appraise", "critic.wake_up", "critic.train", "critic.wake_up", "critic.sleep"]
     theirs = ["actor.wake_up", "actor.train", "actor.wake_up", "actor.sleep"]
     rollout = ["engine.generate", "engine.sleep"]
-    assert events.names == ["actor.sleep", *rollout, *ours, *rollout, *ours, *theirs]
+    ending = ["critic.release", "actor.close"]  # either wakes what it closes
+    assert events.names == ["actor.sleep", *rollout, *ours, *rollout, *ours, *theirs, *ending]
 
 
 def test_critic_actor_and_engine_are_never_awake_together(tmp_path: Path) -> None:

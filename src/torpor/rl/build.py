@@ -85,6 +85,8 @@ def _open_here(
         build_engine(config, copy.deepcopy(model)) as engine,
     ):
         yield Roles(tokenizer, actor, engine, critic)
+        if critic is not None:
+            critic.release()  # the actor wakes when it is closed, and the two may not fit side by side
 
 
 def prepare_process(config: cfg.RunConfig) -> None:

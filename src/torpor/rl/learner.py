@@ -98,6 +98,11 @@ class Learner:
         """Wake, and give the store back. Idempotent."""
         self.sleeper.close()
 
+    def release(self) -> None:
+        """`close`, and give the memory up for good: for a learner that nobody needs any more."""
+        self.close()
+        self.backend.release()
+
     def __enter__(self) -> Self:
         return self
 

@@ -60,6 +60,9 @@ class Backend(ABC):
             options: of `Sleeper`, but for what the backend itself fills in (model, optimizer, extra).
         """
 
+    def release(self) -> None:  # noqa: B027 - not every backend can
+        """Give up the memory of model and optimizer for good. Where a backend cannot, it goes with the backend."""
+
     @abstractmethod
     def score(self, runs: Sequence[Sequence[Group]], *, snapshot: str | None = None) -> Iterator[Score]:
         """Scores of all groups of all microbatches, in order, without gradients.

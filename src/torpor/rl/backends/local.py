@@ -61,6 +61,14 @@ class OneProcessBackend(Backend):
         extra = {name: dict(frozen.named_parameters()) for name, (frozen, _) in self._frozen.items()}
         return Sleeper(self.model, optimizer=self.optimizers, extra=extra, **options)
 
+    def release(self) -> None:
+        for module in (self.model, *(frozen for frozen, _ in self._frozen.values())):
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                tensor.grad = None
+        for optimizer in self.optimizers.values():
+            optimizer.state.clear()
+
     @torch.no_grad()
     def score(self, runs: Sequence[Sequence[Group]], *, snapshot: str | None = None) -> Iterator[Score]:
         score = self._score if snapshot is None else self._scoring_of(snapshot)
