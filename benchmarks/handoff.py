@@ -2,9 +2,10 @@
 
     python benchmarks/handoff.py --out benchmarks/results/handoff.json [--params 2000000000] [--cycles 3]
 
-The actor: bf16 parameters, fp32 masters, gradient buffers and Adam moments; and a LoRA variant: a frozen bf16 base
-and fp32 adapters with moments. Each way has a process of its own, all alive at once in groups that fit the host,
-and they take turns. Bytes are bytes, rates are 10^9 bytes a second, seconds are wall-clock; medians of the cycles.
+The actor: bf16 parameters, fp32 masters, gradient buffers and Adam moments; a LoRA variant: a frozen bf16 base and
+fp32 adapters with moments; and an FSDP2 variant: fp32 shards, their gradients and Adam moments, half as many
+parameters. Each way has a process of its own, all alive at once in groups that fit the host, and they take turns.
+Bytes are bytes, rates are 10^9 bytes a second, seconds are wall-clock; medians of the cycles.
 Without torch_memory_saver its two ways are left out, and the figures against them are not measured.
 """
 
@@ -15,6 +16,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import math
 import multiprocessing
 import platform
 import statistics
@@ -29,7 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined] # not in its __all__
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import torpor
 from torpor.kinds import Role
@@ -41,7 +47,9 @@ _ADAPTER_SHARE = 1000
 """Adapter parameters are one in so many of the base's."""
 _SETTLE_S = 0.5
 """The driver wipes freed memory for some tenths of a second, with the engine that brings bytes to the device."""
-GROUPS = (("torpor", "saver", "saver_retained"), ("torpor", "to_cpu", "by_hand"))
+_SLOW, _SLOW_CYCLES = ("saver", "to_cpu"), 2
+"""Ways that take seconds a gigabyte, and the most cycles that they are given."""
+FAST_GROUP, SLOW_GROUP = ("torpor", "saver", "saver_retained"), ("torpor", "to_cpu", "by_hand")
 _FORWARD_WAYS = ("torpor", "saver_retained")
 """The ways whose wake until the first forward pass is compared."""
 LABELS = {
@@ -59,8 +67,10 @@ class Actor:
     """Flat buffers as distributed optimizers have them, `_BUCKETS` of each kind.
 
     Adam: `params` are bf16 copies of `masters`, which the optimizer steps. LoRA: `params` are frozen, `masters`
-    are the adapters.
+    are the adapters. FSDP2: `masters` are the local shards of a sharded `model`, and there is nothing else.
     """
+
+    model: nn.Module | None = None
 
     def __init__(self, variant: str, num_params: int) -> None:
         size = num_params // _BUCKETS
@@ -78,12 +88,11 @@ class Actor:
     @torch.no_grad()
     def step(self) -> None:
         """One optimizer step; the parameters are cast from the masters again."""
-        for master in self.masters:
-            if master.grad is not None:
-                master.grad.fill_(0.01)
+        for gradient in self.gradients():
+            gradient.fill_(0.01)
         self.optimizer.step()
         if not self.is_lora:
-            for param, master in zip(self.params, self.masters, strict=True):
+            for param, master in zip(self.params, self.masters, strict=False):  # FSDP2 has no copies
                 param.copy_(master)
         torch.cuda.synchronize()
 
@@ -93,17 +102,47 @@ class Actor:
         (x @ x.t()).sum().item()
 
     def tensors(self) -> list[torch.Tensor]:
-        moments = [v for state in self.optimizer.state.values() for v in state.values()]
-        gradients = [m.grad for m in self.masters if m.grad is not None]
-        return [*self.params, *self.masters, *gradients, *moments]
+        moments = [local(v) for state in self.optimizer.state.values() for v in state.values()]
+        return [*self.params, *map(local, self.masters), *self.gradients(), *moments]
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [local(master.grad) for master in self.masters if master.grad is not None]
 
     def payload_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def checksums(self) -> list[int]:
         """Of everything but the gradients, which are dead after a step."""
-        live = [*self.params, *self.masters, *(s["exp_avg"] for s in self.optimizer.state.values())]
+        live = [*self.params, *map(local, self.masters)]
+        live += [local(state["exp_avg"]) for state in self.optimizer.state.values()]
         return [int(t.detach().view(torch.int16).sum(dtype=torch.int64).item()) for t in live]
+
+
+class ShardedActor(Actor):
+    """`_BUCKETS` linear layers under FSDP2 on one rank; the optimizer steps the fp32 shards."""
+
+    def __init__(self, num_params: int) -> None:
+        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1, device_id=DEVICE)
+        width = math.isqrt(num_params // _BUCKETS) // 128 * 128
+        layers = (nn.Linear(width, width, bias=False, device=DEVICE) for _ in range(_BUCKETS))
+        self.model = nn.Sequential(*layers)
+        for module in (*self.model, self.model):
+            fully_shard(module)
+        self.params = []
+        self.masters = list(self.model.parameters())
+        self.is_lora, self.num_params = False, _BUCKETS * width * width
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, fused=True)
+        self.model(torch.randn(64, width, device=DEVICE)).square().mean().backward()
+        self.step()
+
+    def forward(self) -> None:
+        x = local(self.masters[0].detach()).view(-1)[: MIB // 16].view(256, -1)
+        (x @ x.t()).sum().item()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Way(ABC):
@@ -143,8 +182,9 @@ class Torpor(Way):
             torpor.derived(f"bf16 {i}", p, rebuild=cast, sources=[m], component="params", role=Role.PARAM)
             for i, (p, m) in enumerate(zip(actor.params, actor.masters, strict=True))
         ]
+        base = nn.ParameterList(nn.Parameter(p, requires_grad=False) for p in actor.params) if actor.is_lora else None
         self.sleeper = torpor.Sleeper(
-            None if not actor.is_lora else nn.ParameterList(nn.Parameter(p, requires_grad=False) for p in actor.params),
+            actor.model if base is None else base,
             optimizer=actor.optimizer,
             derived=[] if actor.is_lora else derived,
             memory="auto",
@@ -275,7 +315,7 @@ class Worker:
         self._way = WAYS[way]()
         torch.cuda.init()  # type: ignore[no-untyped-call]
         with self._way.memory():
-            self._actor = Actor(variant, num_params)
+            self._actor = ShardedActor(num_params // 2) if variant == "fsdp" else Actor(variant, num_params)
         self._actor.forward()
         torch.cuda.empty_cache()
         self._start_s, _ = timed(lambda: self._way.start(self._actor))
@@ -404,25 +444,23 @@ class Child:
         self._process.join()
 
 
-def race(variant: str, num_params: int, cycles: int, residue_cycles: int, wanted: Sequence[str] = tuple(WAYS)) -> Json:
-    """All `wanted` ways, in groups that fit the host, taking turns in each cycle."""
-    found: Json = {}
-    for ways in GROUPS:
-        present = [way for way in ways if way in wanted and (has_saver() or not way.startswith("saver"))]
-        children = {way: Child("worker", way, variant, num_params) for way in present}
+def race(variant: str, ways: Sequence[str], num_params: int, cycles: int, residue_cycles: int = 0) -> Json:
+    """Ways side by side, taking turns in each cycle."""
+    present = [way for way in ways if has_saver() or not way.startswith("saver")]
+    children = {way: Child("worker", way, variant, num_params) for way in present}
+    found: Json = {way: {"about": child.ask("about"), "cycles": [], "forwards": []} for way, child in children.items()}
+    for i in range(cycles):
         for way, child in children.items():
-            found.setdefault(way, {"about": child.ask("about"), "cycles": [], "forwards": []})
-        for i in range(cycles):
-            for way, child in children.items():
+            if way not in _SLOW or i < _SLOW_CYCLES:
                 found[way]["cycles"].append({"first": i == 0} | child.ask("cycle", False))
                 print(variant, way, "cycle", found[way]["cycles"][-1]["sleep_s"], flush=True)
-        for way, child in children.items():
-            if way in _FORWARD_WAYS:
-                found[way]["forwards"] += [child.ask("cycle", True) for _ in range(cycles)]
-        if "residue" not in found["torpor"]:
-            found["torpor"]["residue"] = children["torpor"].ask("residue", residue_cycles)
-        for child in children.values():
-            child.end()
+    for way, child in children.items():
+        if way in _FORWARD_WAYS:
+            found[way]["forwards"] = [child.ask("cycle", True) for _ in range(cycles)]
+    if residue_cycles:
+        found["torpor"]["residue"] = children["torpor"].ask("residue", residue_cycles)
+    for child in children.values():
+        child.end()
     return found
 
 
@@ -522,14 +560,14 @@ def figures(adam: Json, lora: Json, link: Json) -> list[Figure]:
     ]
 
 
-def table(found: Sequence[Figure], adam: Json, lora: Json) -> str:
+def table(found: Sequence[Figure], races: dict[str, Json]) -> str:
     lines = [f"{'figure':<52} {'bar':>8} {'measured':>10}  verdict"]
     for figure in found:
         measured = "-" if figure.measured is None else f"{figure.measured:.4g}"
         bar = ("<= " if figure.at_most else ">= ") + f"{figure.bar:g}"
         lines.append(f"{figure.name:<52} {bar:>8} {measured:>10}  {figure.verdict}")
-    for variant, results in (("Adam", adam), ("LoRA", lora)):
-        lines.append(f"{variant + ', medians in seconds':<52} {'sleep':>8} {'wake':>10} {'to forward':>11}")
+    for title, results in races.items():
+        lines.append(f"{title + ', medians in seconds':<52} {'sleep':>8} {'wake':>10} {'to forward':>11}")
         for way, rows in results.items():
             sleep, wake = (median_of(rows["cycles"], key) for key in ("sleep_s", "wake_s"))
             forward = f"{median_of(rows['forwards'], 'forward_s'):11.3f}" if rows["forwards"] else f"{'-':>11}"
@@ -568,22 +606,25 @@ def main() -> None:
     parser.add_argument("--residue-cycles", type=int, default=20)
     parser.add_argument("--link-bytes", type=int, default=8 * GIB)
     parser.add_argument("--small-storages", type=int, default=20_000)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="Torpor and any others")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs an NVIDIA GPU")
     run = about_the_run() | {"params": options.params, "cycles": options.cycles}
     parts: dict[str, Callable[[], Json]] = {
         "link": lambda: links(options.link_bytes, options.small_storages, options.cycles),
-        "adam": lambda: race("adam", options.params, options.cycles, options.residue_cycles, options.ways),
-        "lora": lambda: race("lora", options.params, options.cycles, 2, options.ways),
+        "adam": lambda: race("adam", FAST_GROUP, options.params, options.cycles, options.residue_cycles),
+        "lora": lambda: race("lora", ("torpor", "saver_retained"), options.params, options.cycles),
+        "fsdp": lambda: race("fsdp", ("torpor", "saver_retained", "by_hand"), options.params, options.cycles),
+        "adam_slow": lambda: race("adam", SLOW_GROUP, options.params, options.cycles),
     }
     for name, measure in parts.items():
         run[name] = measure()
+        if "lora" in run:
+            found = figures(run["adam"], run["lora"], run["link"])
+            run["figures"] = [asdict(figure) | {"verdict": figure.verdict} for figure in found]
         write(options.out, run)  # what is measured stays, whatever becomes of the rest
-    found = figures(run["adam"], run["lora"], run["link"])
-    write(options.out, run | {"figures": [asdict(figure) | {"verdict": figure.verdict} for figure in found]})
-    print(table(found, run["adam"], run["lora"]))
+    titles = {"Adam": "adam", "Adam, other ways": "adam_slow", "LoRA": "lora", "FSDP2": "fsdp"}
+    print(table(found, {title: run[name] for title, name in titles.items()}))
 
 
 if __name__ == "__main__":
