@@ -1,7 +1,5 @@
 """FSDP2, process groups and checkpoints on a GPU, in a world of one rank over NCCL."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,14 +13,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import torpor
-from gpu import DEVICE, GIB, MIB, bits, poison, used_bytes
+from gpu import DEVICE, GIB, MIB, PLACES, bits, poison, used_bytes
 from torpor.checkpoint import load_checkpoint, save_checkpoint
 from torpor.comms import CommsMode, Groups, suspend_obstacle
 from torpor.errors import UnsupportedError
 from torpor.kinds import Fate
+from torpor.ledger import Ledger
 
 WIDTH, LAYERS = 1024, 4
-WHERE: dict[str, Callable[[], AbstractContextManager[object]]] = {"pool": torpor.pool, "resize": nullcontext}
 
 
 def start_world(backend: str = "nccl") -> None:
@@ -59,43 +57,43 @@ class Actor:
         return [bits(t.to_local() if isinstance(t, DTensor) else t) for t in (*self.model.parameters(), *state)]
 
 
-def train(where: Callable[[], AbstractContextManager[object]], sleeps: bool, reshard: bool, throughout: bool):
-    with where():
+def train(place: str, sleeps: bool, reshard: bool) -> tuple[list[float], list[torch.Tensor], list[Ledger]]:
+    """Steps in `place`, some right after an evaluation, with a sleep between any two outside of it."""
+    with PLACES[place]():
         actor = Actor(reshard)
-    with where() if throughout else nullcontext():
-        sleeper = torpor.Sleeper(actor.model, optimizer=actor.optimizer, group=dist.group.WORLD) if sleeps else None
-        seen, ledgers = [], []
-        for k in range(4):
-            if k % 2:
-                with torch.no_grad():
-                    seen.append(actor.forward(100 + k).item())
-            if sleeper is not None:
-                before = used_bytes()
-                ledgers.append(sleeper.sleep())
-                freed = before - used_bytes()
-                poison(0.5)
-                assert freed >= 0.9 * ledgers[-1].freed_bytes - 64 * MIB, (freed, ledgers[-1].table())
-                sleeper.wake()
+    sleeper = torpor.Sleeper(actor.model, optimizer=actor.optimizer, group=dist.group.WORLD) if sleeps else None
+    seen, ledgers = [], []
+    for k in range(4):
+        if k % 2:
+            with PLACES[place](), torch.no_grad():
+                seen.append(actor.forward(100 + k).item())
+        if sleeper is not None:
+            before = used_bytes()
+            ledgers.append(sleeper.sleep())
+            freed = before - used_bytes()
+            poison(0.2)
+            assert freed >= 0.9 * ledgers[-1].freed_bytes - 64 * MIB, (freed, ledgers[-1].table())
+            sleeper.wake()
+        with PLACES[place]():
             seen.append(actor.step(k))
     return seen, actor.bits(), ledgers
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("throughout", [False, True])
-@pytest.mark.parametrize("where", WHERE)
-def test_sleeping_between_all_steps_changes_no_bit(where, reshard, throughout):
+@pytest.mark.parametrize("place", PLACES)
+def test_sleeping_between_all_steps_changes_no_bit(place):
     start_world()
-    seen, expected, _ = train(WHERE[where], False, reshard, throughout)
-    got_seen, got, ledgers = train(WHERE[where], True, reshard, throughout)
-    print(ledgers[-1].table())
-    assert got_seen == seen
-    assert len(got) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    fates = {fate for ledger in ledgers for fate in ledger.bytes_by_fate()}
-    assert {Fate.MOVED, Fate.ZEROED} <= fates
-    assert (Fate.DROPPED in fates) != reshard
-    kept = sum(row.nbytes for row in ledgers[-1].rows if row.fate is Fate.KEPT)
-    assert kept < MIB, ledgers[-1].table()
+    for reshard in (True, False):
+        seen, expected, _ = train(place, False, reshard)
+        got_seen, got, ledgers = train(place, True, reshard)
+        print(ledgers[-1].table())
+        assert got_seen == seen
+        assert len(got) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        fates = {fate for ledger in ledgers for fate in ledger.bytes_by_fate()}
+        assert {Fate.MOVED, Fate.ZEROED} <= fates
+        assert (Fate.DROPPED in fates) != reshard
+        kept = sum(row.nbytes for row in ledgers[-1].rows if row.fate is Fate.KEPT)
+        assert kept < MIB, ledgers[-1].table()
     dist.destroy_process_group()
 
 
