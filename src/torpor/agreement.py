@@ -47,8 +47,13 @@ _numbers = itertools.count()
 class Round(Protocol):
     """One call that all ranks make."""
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """The block is done on all ranks when it is left, or raises on all."""
+    def stage(self, name: str, extra_s: float = 0.0) -> AbstractContextManager[None]:
+        """The block is done on all ranks when it is left, or raises on all.
+
+        Args:
+            name: of the stage, once in a round.
+            extra_s: how much longer than usual the others may take: they wait for something in the block.
+        """
 
 
 class Rounds(Protocol):
@@ -145,7 +150,7 @@ class _AgreedRound:
         self._stopwatch = stopwatch
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, extra_s: float = 0.0) -> Iterator[None]:
         """See `Round.stage`.
 
         Raises:
@@ -154,14 +159,16 @@ class _AgreedRound:
         try:
             yield
         except Exception as error:
-            self.vote(name, _failure(error), error)
+            self.vote(name, _failure(error), error=error)
             raise
         except BaseException as error:
             self._cast(name, _failure(error))  # the others need not wait, this rank must not
             raise
-        self.vote(name, {})
+        self.vote(name, {}, extra_s)
 
-    def vote(self, stage: str, vote: Mapping[str, object], error: Exception | None = None) -> None:
+    def vote(
+        self, stage: str, vote: Mapping[str, object], extra_s: float = 0.0, error: Exception | None = None
+    ) -> None:
         """Cast this rank's vote and act on the verdict of all.
 
         Raises:
@@ -170,7 +177,7 @@ class _AgreedRound:
         try:
             with self._stopwatch.stage("agree"):
                 self._cast(stage, vote)
-                verdict = self._wait_for_verdict(stage)
+                verdict = self._wait_for_verdict(stage, self._agreement.timeout_s + extra_s)
         except dist.DistError as lost:
             first_line = str(lost).splitlines()[0]
             reason = f"the key-value store that the ranks agree through does not answer ({first_line})"
@@ -192,13 +199,13 @@ class _AgreedRound:
         elif is_last:
             self._agreement.propose(verdict, _judge(self._votes(stage)))
 
-    def _wait_for_verdict(self, stage: str) -> dict[str, object]:
+    def _wait_for_verdict(self, stage: str, timeout_s: float) -> dict[str, object]:
         start = time.monotonic()
-        deadline, look_at_processes, pause_s = start + self._agreement.timeout_s, start + _LIVENESS_S, _POLL_S
+        deadline, look_at_processes, pause_s = start + timeout_s, start + _LIVENESS_S, _POLL_S
         while (verdict := self._agreement.heard(self._key(stage, "verdict"))) is None:
             now = time.monotonic()
             if now >= deadline:
-                self._propose_at_the_deadline(stage)
+                self._propose_at_the_deadline(stage, timeout_s)
             elif now >= look_at_processes:
                 look_at_processes = now + _LIVENESS_S
                 self._propose_against_the_dead(stage)
@@ -207,11 +214,10 @@ class _AgreedRound:
                 pause_s = min(2 * pause_s, self._agreement.max_poll_s)
         return verdict
 
-    def _propose_at_the_deadline(self, stage: str) -> None:
+    def _propose_at_the_deadline(self, stage: str, timeout_s: float) -> None:
         votes = self._votes(stage)
         late = [rank for rank in self._agreement.ranks if rank not in votes]
-        reason = f"did not answer within {self._agreement.timeout_s:g} s"
-        verdict = _against(late, reason, LATE) if late else _judge(votes)
+        verdict = _against(late, f"did not answer within {timeout_s:g} s", LATE) if late else _judge(votes)
         self._agreement.propose(self._key(stage, "verdict"), verdict)
 
     def _propose_against_the_dead(self, stage: str) -> None:
@@ -236,7 +242,7 @@ class Alone:
         return self
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, extra_s: float = 0.0) -> Iterator[None]:
         """The block, and nothing else."""
         yield
 

@@ -45,7 +45,7 @@ def wake_up(
         RankError: in place of each of these, where ranks agree.
     """
     groups = by_backend(sleepers)
-    with agreed.stage("room"), stopwatch.stage("wait"):
+    with agreed.stage("room", extra_s=wait_s), stopwatch.stage("wait"):
         _wait_for_room(groups, wait_s)
     try:
         with agreed.stage("restore"):

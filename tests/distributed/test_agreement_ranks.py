@@ -184,6 +184,23 @@ def test_a_late_rank_is_named_and_gets_the_same_verdict() -> None:
     assert run_ranks(_be_late) == [[(CULPRIT, "late", True)]] * 2
 
 
+def _wait_for_room() -> tuple[bool, bool]:
+    """One rank's memory is there only after the others would have given up on a rank that does nothing."""
+    actor, sleeper, trap = _trapped(timeout_s=0.5)
+    before = actor.bits()
+    sleeper.sleep()
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == CULPRIT:
+        trap.set("free_bytes", lambda: time.sleep(1.0))
+    sleeper.wake(wait_s=20)
+    return actor.bits() == before, time.monotonic() - start >= 0.9
+
+
+def test_ranks_that_wait_for_memory_are_waited_for() -> None:
+    assert run_ranks(_wait_for_room) == [(True, True)] * 2
+
+
 def _die_at(method: str) -> dict[str, Any]:
     actor, sleeper, trap = _trapped(timeout_s=60.0)
     before, was_asleep = actor.bits(), False
