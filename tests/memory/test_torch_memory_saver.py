@@ -156,6 +156,20 @@ def test_memory_allocated_in_a_region_that_sleeps_is_an_error_and_not_the_end(sa
     assert saver.events == [("pause", "actor")]
 
 
+def test_memory_allocated_in_a_region_after_the_look_at_it_is_not_lost(saver: FakeSaver) -> None:
+    (x,) = in_region(saver, "actor", KIB)
+    backend = backend_of(saver)
+    backend.refresh()
+    (late,) = in_region(saver, "actor", 7 * KIB)
+    (theirs,) = in_region(saver, "kv_cache", KIB)
+    with pytest.raises(MemoryBackendError, match=f"{7 * KIB} bytes were allocated in the region 'actor'"):
+        backend.release(storages(x))
+    assert saver.events == []
+    saver.give_up(late)
+    assert backend.release(storages(x)) >= KIB
+    assert saver.has_pages(theirs.data_ptr())
+
+
 def test_calls_of_the_library_that_would_end_the_process_raise_while_a_region_sleeps(saver: FakeSaver) -> None:
     (x,) = in_region(saver, "actor", KIB)
     in_region(saver, "kv_cache", KIB)

@@ -126,6 +126,7 @@ class TorchMemorySaverBackend(GpuBackend):
             touched = [self._look.tags[i] for i in np.unique(live.unit[blocks]).tolist() if live.awake_in[i] == 0]
             going = [tag for tag in touched if tag not in self._paused]
             try:
+                self._require_nothing_unseen(going)
                 for tag in going:
                     self._require_all_there(tag)
             except MemoryBackendError:
@@ -238,6 +239,20 @@ class TorchMemorySaverBackend(GpuBackend):
         if not gone:
             return None
         return f"somebody else paused the region '{tag}' ({len(gone)} segments have no memory): resume it first"
+
+    def _require_nothing_unseen(self, tags: Collection[str]) -> None:
+        """What another thread allocated in a region since the last look was not copied."""
+        if not tags:
+            return
+        now = self._look_at(allocator.look())
+        seen = set(_keys(self._look.live, np.arange(len(self._look.live.blocks))))
+        for block, key in enumerate(_keys(now.live, np.arange(len(now.live.blocks)))):
+            if key not in seen and now.tag_of(block) in tags:
+                _, nbytes = key
+                raise MemoryBackendError(
+                    f"{nbytes} bytes were allocated in the region '{now.tag_of(block)}' while it was put to sleep: "
+                    "leave the region first, on all threads"
+                )
 
     def _require_all_there(self, tag: str) -> None:
         """The library ends the process when it is to pause what is paused."""
