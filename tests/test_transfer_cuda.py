@@ -1,13 +1,17 @@
 """How pieces on GPUs are cut and joined into parts; the copies themselves are tested on a GPU."""
 
+import ctypes
 import random
 
 import numpy as np
 import pytest
+import torch
 
 from torpor.stores.base import Slot
+from torpor.stores.pageable import PageableStore
+from torpor.stores.pinned import PinnedStore
 from torpor.transfer import Piece
-from torpor.transfer_cuda import PART_BYTES, SMALL_BYTES, _parts, chunks
+from torpor.transfer_cuda import PART_BYTES, SMALL_BYTES, _Lane, _parts, chunks
 
 MIB = 1024**2
 
@@ -102,3 +106,62 @@ def test_chunks_cover_what_they_were_told():
         assert mine[:, 2].sum() == nbytes[i]
         assert ((mine[:, 1] - (to[i] << 24)) == (mine[:, 0] - (source[i] << 24))).all()
         assert (np.diff(mine[:, 0]) == mine[:-1, 2]).all()
+
+
+class FullDevice(_Lane):
+    """A lane without a GPU, of a device that has no room; its kernels are done by the processor."""
+
+    def __init__(self, store, *, to_store):
+        self._device, self._store, self._to_store = torch.device("cpu"), store, to_store
+        self._staging, self._is_full = [], False
+
+    def _launch(self, table):
+        for source, to, nbytes in table.tolist():
+            ctypes.memmove(to, source, nbytes)
+
+
+@pytest.fixture
+def full_device(monkeypatch):
+    """`torch.empty` as on a GPU without room; the list grows by one for each time it is asked."""
+    asked, real = [], torch.empty
+
+    def refuse(size, **options):
+        if size != PART_BYTES:
+            return real(size, **options)
+        asked.append(size)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    return asked
+
+
+def test_without_room_for_staging_kernels_reach_the_store_themselves(full_device):
+    store = PinnedStore()
+    sizes = [random.Random(1).randrange(1, 9000) for _ in range(300)]
+    homes = [torch.arange(nbytes).to(torch.uint8) for nbytes in sizes]
+    before = [home.clone() for home in homes]
+    pieces = [Piece(home, slot) for home, slot in zip(homes, store.reserve(sizes), strict=True)]
+    parts = list(_parts(pieces))
+    for lane, move in (
+        (FullDevice(store, to_store=True), "_save"),
+        (FullDevice(store, to_store=False), "_load_by_engine"),
+    ):
+        for part in parts * 2:
+            getattr(lane, move)(part, 0)
+        assert lane._is_full
+        if move == "_save":
+            assert all(torch.equal(store.tensor(p.slot), saved) for p, saved in zip(pieces, before, strict=True))
+            for home in homes:
+                home.zero_()
+    assert all(map(torch.equal, homes, before))
+    assert len(full_device) == 2, "asked once a transfer"
+    store.close()
+
+
+def test_a_store_that_kernels_cannot_reach_needs_the_room(full_device):
+    store = PageableStore()
+    piece = Piece(torch.zeros(100, dtype=torch.uint8), store.reserve([100])[0])
+    (part,) = _parts([piece])
+    with pytest.raises(torch.OutOfMemoryError):
+        FullDevice(store, to_store=True)._save(part, 0)
+    store.close()
