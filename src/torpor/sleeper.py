@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from torpor import fingerprint, transfer_cuda
 from torpor.agreement import DEFAULT_TIMEOUT_S, Agreement, Alone, Round, Rounds
 from torpor.background import Handle
-from torpor.comms import COMPONENT, Groups
+from torpor.comms import COMPONENT, CommsMode, Groups
 from torpor.errors import GIB, AsleepError, ClosedError, UsageError
 from torpor.falling import STORED, Falling, Sleeping, drop_caches
 from torpor.guards import Guards
@@ -149,6 +149,7 @@ class Sleeper:
             clear_quantized_weight_workspaces=clear_quantized_weight_workspaces,
             requantize_under_cuda_graphs=requantize_under_cuda_graphs,
             rematerialize_param_from_master_weight=rematerialize_param_from_master_weight,
+            groups_sleep=comms is not None and comms.mode is not CommsMode.KEEP,
             graphs_may_live=self._graphs_may_live,
         )
         self._keep = frozenset(self._names(keep) or ())

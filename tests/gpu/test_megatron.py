@@ -105,8 +105,9 @@ def _fates(ledger: Ledger, component: str) -> set[Fate]:
     return {row.fate for row in _rows(ledger, component)}
 
 
-@pytest.mark.parametrize("rematerialize", [False, True], ids=["copied", "rematerialized"])
-@pytest.mark.parametrize("memory", ["auto", "resize"])
+@pytest.mark.parametrize(
+    ("memory", "rematerialize"), [("auto", True), ("resize", False)], ids=["auto-rematerialized", "resize-copied"]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_sleep_between_all_steps_changes_no_bit(recipe: str, memory: str, rematerialize: bool) -> None:
     options = {"memory": memory, "rematerialize_param_from_master_weight": rematerialize}

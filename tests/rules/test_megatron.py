@@ -275,6 +275,16 @@ def test_a_parameter_without_a_master_is_found_and_named(kind: str) -> None:
     assert "no optimizer of the actor has a master of" in moved[0].reason
 
 
+def test_what_needs_a_gather_is_moved_where_the_process_groups_sleep_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    monkeypatch.setattr(mc.OneRank, "size", lambda self: 2)
+    optimizers, wrappers = unwrapped({"optimizer": training.optimizer})
+    actor = Actor({"model": training.ddp}, optimizers, wrappers=wrappers)
+    rules = standard_rules(rematerialize_param_from_master_weight=True, groups_sleep=True)
+    (flat,) = [e for e in take_inventory(actor, rules).entries if e.name.endswith("param_data")]
+    assert (flat.fate, flat.reason) == (Fate.MOVED, "not rebuilt: the process groups that gather it wake after it")
+
+
 def test_masters_that_the_optimizer_keeps_itself_rebuild_nothing() -> None:
     training = Training()
     training.optimizer.shard_fp32_from_float16_groups = [[None] * len(training.optimizer.shard_float16_groups[0])]

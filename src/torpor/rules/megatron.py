@@ -57,16 +57,19 @@ class MegatronRule:
         *,
         dead_grads_after_step: bool = True,
         rematerialize_params: bool = False,
+        groups_sleep: bool = False,
         steps: StepWatch | None = None,
     ) -> None:
         """
         Args:
             dead_grads_after_step: whether gradient buffers may be given up after a step.
             rematerialize_params: whether low-precision parameters are rebuilt from their masters.
+            groups_sleep: whether process groups sleep too, so that no gather can be made at a wake.
             steps: a watch to share; one of its own if None.
         """
         self._dead_grads_after_step = dead_grads_after_step
         self._rematerialize_params = rematerialize_params
+        self._groups_sleep = groups_sleep
         self._steps = steps or StepWatch()
         self._zero_when_attached = False
 
@@ -104,7 +107,8 @@ class MegatronRule:
         if buffer.nccl_ub:
             claim.fate, claim.reason = Fate.KEPT, _REGISTERED
         elif self._rematerialize_params and not adapters:
-            _set_rebuild(claim, buffer_rebuild(buffer, found.get(flat.untyped_storage()._cdata, ()), names))
+            here = found.get(flat.untyped_storage()._cdata, ())
+            _set_rebuild(claim, buffer_rebuild(buffer, here, names, groups_sleep=self._groups_sleep))
         yield claim
 
     def _gradient_buffers(self, name: str, buffer: Any) -> Iterator[Claim]:

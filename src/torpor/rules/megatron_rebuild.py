@@ -16,6 +16,7 @@ from torpor.rules.megatron_optim import Piece
 _NO_MASTER = "not rebuilt: no optimizer of the actor has a master of"
 _QUANTIZED = "not rebuilt: its parameters are quantized"
 _KEPT_BY_OPTIMIZER = "not rebuilt: the optimizer keeps the masters itself, maybe low halves only"
+_GROUPS_SLEEP = "not rebuilt: the process groups that gather it wake after it"
 _OWN_MASTER = "not rebuilt: in fp32 a parameter is its own master"
 
 _Span: TypeAlias = tuple[int, int]
@@ -43,10 +44,18 @@ def parameter_rebuild(parameter: torch.Tensor, found: Sequence[Piece]) -> Rebuil
     return Rebuild(_cast, masters)
 
 
-def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]) -> Rebuild | Uncovered:
+def buffer_rebuild(
+    buffer: Any, found: Sequence[Piece], names: Mapping[int, str], *, groups_sleep: bool
+) -> Rebuild | Uncovered:
     """For the flat buffer `buffer.param_data`, from the masters of this rank and, by a gather, of the others.
 
     With more than one rank the rebuild is a collective call of the buffer's data-parallel group.
+
+    Args:
+        buffer: one of the buffers of Megatron-Core's data parallelism.
+        found: the stretches of it that have masters here.
+        names: of its parameters, by `id`.
+        groups_sleep: whether process groups sleep too: they are the last to wake.
     """
     flat = buffer.param_data
     if flat.dtype is torch.float32:
@@ -56,6 +65,8 @@ def buffer_rebuild(buffer: Any, found: Sequence[Piece], names: Mapping[int, str]
     masters = _masters(found)
     if masters is None:
         return Uncovered(_KEPT_BY_OPTIMIZER)
+    if groups_sleep and buffer.data_parallel_group.size() > 1:
+        return Uncovered(_GROUPS_SLEEP)
     spans = [_span(piece.part, flat) for piece in found]
     missing = _missing(buffer, spans, names)
     if missing:

@@ -22,6 +22,7 @@ def standard_rules(
     clear_quantized_weight_workspaces: bool = True,
     requantize_under_cuda_graphs: bool = True,
     rematerialize_param_from_master_weight: bool = False,
+    groups_sleep: bool = False,
     graphs_may_live: Callable[[], bool] = lambda: False,
 ) -> list[Rule]:
     """New instances of every rule, the most specific first.
@@ -30,7 +31,7 @@ def standard_rules(
         dead_grads_after_step: as for `TorchOptimRule` and `MegatronRule`.
         clear_quantized_weight_workspaces, requantize_under_cuda_graphs, graphs_may_live: as for
             `TransformerEngineRule`.
-        rematerialize_param_from_master_weight: as for `MegatronRule`.
+        rematerialize_param_from_master_weight, groups_sleep: as for `MegatronRule`.
     """
     steps = StepWatch()
     return [
@@ -39,6 +40,7 @@ def standard_rules(
         MegatronRule(
             dead_grads_after_step=dead_grads_after_step,
             rematerialize_params=rematerialize_param_from_master_weight,
+            groups_sleep=groups_sleep,
             steps=steps,
         ),
         TransformerEngineRule(
