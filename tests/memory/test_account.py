@@ -110,7 +110,7 @@ def test_what_grows_outside_the_allocator_is_unexplained(used: dict[torch.device
 
 
 def test_what_the_caller_gave_back_itself_is_explained(used: dict[torch.device, int]) -> None:
-    accountant = Accountant([])
+    accountant = Accountant([Backend()])
     used[GPU] = 2**30
     accountant.accounts([GPU], KNOWN)
     used[GPU] -= 300
@@ -118,6 +118,7 @@ def test_what_the_caller_gave_back_itself_is_explained(used: dict[torch.device, 
     (found,) = accountant.accounts([GPU], KNOWN)
     assert found.unexplained_bytes == 0
     assert accountant.accounts([], KNOWN) == []
+    assert Accountant([]).accounts([GPU], KNOWN) == [], "an actor on a GPU that no backend treats"
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ class Accountant:
         self._outside_bytes: dict[torch.device, int] = {}
 
     def accounts(self, devices: Collection[torch.device], addresses: Addresses) -> list[DeviceAccount]:
-        """The account of each device, now. Costs one look at the allocator."""
-        if not devices:
+        """The account of each device, now; none without a backend for GPUs. Costs one look at the allocator."""
+        if not devices or not self._backends:
             return []
         snapshot = allocator.look()
         states = _states(snapshot.segments, self._backends)
