@@ -80,6 +80,11 @@ def warm_up(device: torch.device) -> None:
     Kernels are compiled and loaded, and streams made: the driver takes some tens of MiB of the device for them, for
     good, which would else be missing from what the first sleep frees.
     """
+    _transfer_a_little(device)
+    torch.cuda.empty_cache()
+
+
+def _transfer_a_little(device: torch.device) -> None:
     from torpor.transfer import Piece
 
     store = PinnedStore(device=device)
@@ -91,7 +96,6 @@ def warm_up(device: torch.device) -> None:
         load_to_cuda(pieces, store)
     finally:
         store.close()
-    torch.cuda.empty_cache()
 
 
 @dataclass(slots=True)
