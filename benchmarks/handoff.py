@@ -523,20 +523,24 @@ def share_of_fingerprints(row: Json) -> float:
     )
 
 
+def later_share(lora: Json) -> float:
+    """Of the bf16 base, what sleeps after the first one copied at most."""
+    later = max(c["sleep"]["copied_bytes"] for c in lora["cycles"] if not c["first"])
+    return float(later / (2 * lora["about"]["num_params"]))
+
+
 def growth(free: Sequence[int]) -> int:
     """Bytes lost from the second cycle to the last."""
     return free[1] - free[-1]
 
 
-def figures(adam: Json, lora: Json, link: Json) -> list[Figure]:
-    """The table, by the definitions in its own lines."""
+def figures(adam: Json, link: Json, lora: Json | None) -> list[Figure]:
+    """The table, by the definitions in its own lines. Without the LoRA race its line is not measured."""
     mine = adam["torpor"]
     cycles, about, roof, residue = mine["cycles"], mine["about"], link["roof"], mine["residue"]
     first, second = cycles[0]["sleep_s"], cycles[1]["sleep_s"]
     moved = median_of(cycles, "sleep", "copied_bytes")
     freed = min(c["driver_freed_bytes"] / (c["sleep"]["payload_bytes"] + c["cached_bytes"]) for c in cycles)
-    base = 2 * lora["torpor"]["about"]["num_params"]
-    later = max(c["sleep"]["copied_bytes"] for c in lora["torpor"]["cycles"] if not c["first"])
     grown = max(growth(residue["free_asleep_bytes"]), growth(residue["free_awake_bytes"]))
     return [
         Figure("copied to the host per parameter, Adam, bytes", 12.1, True, moved / about["num_params"]),
@@ -554,7 +558,7 @@ def figures(adam: Json, lora: Json, link: Json) -> list[Figure]:
         Figure(
             "fingerprints, share of the cycle", 0.03, True, statistics.median(map(share_of_fingerprints, cycles[1:]))
         ),
-        Figure("LoRA, copied from the second sleep on, of the base", 0.01, True, later / base),
+        Figure("LoRA, copied from the second sleep on, of the base", 0.01, True, lora and later_share(lora["torpor"])),
         Figure("driver's freed bytes, of payload and cached", 0.995, False, freed),
         Figure(f"growth over {len(residue['free_awake_bytes'])} cycles, bytes", 0, True, grown),
     ]
@@ -619,8 +623,8 @@ def main() -> None:
     }
     for name, measure in parts.items():
         run[name] = measure()
-        if "lora" in run:
-            found = figures(run["adam"], run["lora"], run["link"])
+        if "adam" in run:
+            found = figures(run["adam"], run["link"], run.get("lora"))
             run["figures"] = [asdict(figure) | {"verdict": figure.verdict} for figure in found]
         write(options.out, run)  # what is measured stays, whatever becomes of the rest
     titles = {"Adam": "adam", "Adam, other ways": "adam_slow", "LoRA": "lora", "FSDP2": "fsdp"}
