@@ -558,7 +558,12 @@ def figures(adam: Json, link: Json, lora: Json | None) -> list[Figure]:
         Figure(
             "fingerprints, share of the cycle", 0.03, True, statistics.median(map(share_of_fingerprints, cycles[1:]))
         ),
-        Figure("LoRA, copied from the second sleep on, of the base", 0.01, True, lora and later_share(lora["torpor"])),
+        Figure(
+            "LoRA, copied from the second sleep on, of the base",
+            0.01,
+            True,
+            None if lora is None else later_share(lora["torpor"]),
+        ),
         Figure("driver's freed bytes, of payload and cached", 0.995, False, freed),
         Figure(f"growth over {len(residue['free_awake_bytes'])} cycles, bytes", 0, True, grown),
     ]
