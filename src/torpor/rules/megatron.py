@@ -16,9 +16,9 @@ from torch import nn
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Rebuild, Standing
+from torpor.rules.loaded import loaded
 from torpor.rules.megatron_optim import (
     Piece,
-    loaded,
     master_claims,
     offloaded_claims,
     pieces,

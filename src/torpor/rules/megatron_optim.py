@@ -5,7 +5,6 @@ The library is never imported here: whoever hands over one of its optimizers has
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import torch
 from torpor.errors import UsageError
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Claim, Standing
+from torpor.rules.loaded import loaded
 from torpor.rules.walk import claims_on, is_plain, leaves
 
 _OPTIMIZER = ("megatron.core.optimizer.optimizer", "MegatronOptimizer")
@@ -30,11 +30,6 @@ class Piece:
     """A view into the parameter's memory, of the master's shape."""
     master: torch.Tensor | None
     """None where the optimizer keeps it itself (precision-aware): its low half alone, maybe."""
-
-
-def loaded(module_name: str, class_name: str) -> Any:
-    """The class, if somebody imported its module and it has it; else None."""
-    return getattr(sys.modules.get(module_name), class_name, None)
 
 
 class MegatronOptimizer(Protocol):

@@ -21,6 +21,7 @@ from torch import nn
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Gate, Rebuild, Standing
+from torpor.rules.loaded import loaded
 from torpor.rules.steps import StepWatch
 from torpor.rules.walk import leaves
 
@@ -220,7 +221,7 @@ class _Quantization:
 
 def _quantized_parameters(actor: Actor) -> Iterator[Claim]:
     """Primary quantized weights are state. A transpose that is marked invalid is dead."""
-    kind = _loaded(*_TENSOR)
+    kind = loaded(*_TENSOR)
     if kind is None:
         return
     for model_name, model in actor.models.items():
@@ -245,7 +246,8 @@ def _scaling_state(path: str, module: nn.Module) -> Iterator[Claim]:
     for key, state in (vars(module).get("fp8_meta") or {}).items():
         if not key.startswith("scaling_"):
             continue
-        for attribute, value in vars(state).items():
+        for attribute in ("scale", "amax_history"):
+            value = getattr(state, attribute, None)  # other recipes keep none
             if isinstance(value, torch.Tensor):
                 yield Claim(f"{path}.fp8_meta.{key}.{attribute}", value, Role.BUFFER, "buffers")
 
@@ -268,32 +270,27 @@ def _te_captured() -> bool:
 
 
 def _megatron_captured() -> bool:
-    record = _loaded(*_MEGATRON_GRAPHS)
+    record = loaded(*_MEGATRON_GRAPHS)
     return record is not None and bool(record.cudagraph_created)
 
 
 def _global_state() -> Any:
-    """Since 2.11 or so the manager keeps its state in an instance, before that on the class."""
+    """The manager keeps its state in an instance, in older versions on the class itself."""
     for place in _GLOBAL_STATE:
-        manager = _loaded(*place)
+        manager = loaded(*place)
         if manager is not None:
             return vars(manager).get("quantization_state", manager)
     return None
 
 
 def _te_modules(actor: Actor) -> Iterator[tuple[str, nn.Module]]:
-    kind = _loaded(*_MODULE)
+    kind = loaded(*_MODULE)
     if kind is None:
         return
     for name, model in actor.models.items():
         for path, module in model.named_modules(prefix=name):
             if isinstance(module, kind):
                 yield path, module
-
-
-def _loaded(module_name: str, class_name: str) -> Any:
-    """The class, if somebody imported its module and it has it."""
-    return getattr(sys.modules.get(module_name), class_name, None)
 
 
 def _warn_of_unknown_version(module: nn.Module) -> None:

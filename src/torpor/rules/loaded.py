@@ -1,0 +1,11 @@
+"""Classes of libraries that rules know and never import: whoever uses them has imported them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def loaded(module_name: str, class_name: str) -> Any:
+    """The class, if somebody imported its module and this version has it; else None."""
+    return getattr(sys.modules.get(module_name), class_name, None)
