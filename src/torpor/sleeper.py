@@ -449,14 +449,12 @@ class Sleeper:
                 ledger.used_before_bytes = before_bytes
             with agreed.stage("drop"), watch.stage("drop"):
                 rows += drop_caches(plan.decisions)
-                if any(d.fate is Fate.DROPPED for d in plan.decisions):
-                    self._look_again()
+                decisions = self._left_after_drop(plan.decisions)
             on_freed(sum(row.freed_bytes for row in rows))
             if self._report_leftovers:  # now, before there is a record of each storage to look through as well
                 with watch.stage("account"):
                     known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
                     ledger.leftovers = find_leftovers(known, self._backends.keys())
-            decisions = [d for d in plan.decisions if d.fate is not Fate.DROPPED]
             with watch.stage("drain"):
                 _drain(decisions)
 
@@ -573,6 +571,17 @@ class Sleeper:
 
     def _graphs_may_live(self) -> bool:
         return any(backend.graphs_may_live() for backend in self._every_backend())
+
+    def _left_after_drop(self, decisions: Sequence[Decision]) -> list[Decision]:
+        """What is still to be done once caches were dropped.
+
+        Memory that nobody claimed may have gone with them: it was theirs, or garbage that the collector found.
+        """
+        left = [d for d in decisions if d.fate is not Fate.DROPPED]
+        if len(left) == len(decisions):
+            return left
+        self._look_again()
+        return [d for d in left if d.backend is None or d.backend.releasable_bytes(d.entry.storage)]
 
     def _look_again(self) -> None:
         """What was allocated and dropped since the backends last looked decides which pages can go."""
