@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -168,7 +169,7 @@ def test_with_the_option_off_they_are_moved_and_the_ledger_says_so() -> None:
 def test_nothing_is_claimed_where_nothing_is_cached_or_nobody_imported_the_library(monkeypatch) -> None:
     assert "caches" not in take_inventory(Actor({"model": te.Net()}), standard_rules()).by_component()
     net = _cached()
-    monkeypatch.delitem(__import__("sys").modules, "transformer_engine.pytorch.module.base")
+    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch.module.base")
     assert "caches" not in take_inventory(Actor({"model": net}), standard_rules()).by_component()
 
 
@@ -233,7 +234,7 @@ def test_under_a_captured_graph_they_are_moved_where_they_cannot_be_rebuilt(stat
 def test_megatrons_and_torchs_graphs_are_noticed_too(monkeypatch) -> None:
     assert {e.fate for e in _entries(_cached(), graphs_may_live=lambda: True)} == {Fate.REBUILT, Fate.MOVED}
     graphs = SimpleNamespace(_CudagraphGlobalRecord=SimpleNamespace(cudagraph_created=True))
-    monkeypatch.setitem(__import__("sys").modules, "megatron.core.transformer.cuda_graphs", graphs)
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.cuda_graphs", graphs)
     assert {e.fate for e in _entries(_cached())} == {Fate.REBUILT, Fate.MOVED}
 
 
@@ -263,6 +264,13 @@ def test_primary_quantized_weights_are_state_and_an_invalid_transpose_is_dead(va
         sleeper.wake()
     before["_transpose"] *= valid
     assert all(torch.equal(part, before[name]) for name, part in inner_tensors(quantized))
+
+
+def test_what_stands_in_for_fused_gradients_is_never_copied(monkeypatch) -> None:
+    held = {(te.WIDTH, te.WIDTH, torch.float32): torch.ones(te.WIDTH, te.WIDTH)}
+    monkeypatch.setattr(sys.modules["transformer_engine.pytorch.module.base"], "_dummy_wgrads", held, raising=False)
+    (entry,) = _entries(te.Net())
+    assert (entry.fate, entry.role, entry.nbytes) == (Fate.ZEROED, Role.WORKSPACE, 4 * te.WIDTH**2)
 
 
 def test_an_unknown_version_is_named_and_its_caches_are_moved() -> None:

@@ -6,6 +6,6 @@ import sys
 from typing import Any
 
 
-def loaded(module_name: str, class_name: str) -> Any:
-    """The class, if somebody imported its module and this version has it; else None."""
-    return getattr(sys.modules.get(module_name), class_name, None)
+def loaded(module_name: str, name: str) -> Any:
+    """The class or other object, if somebody imported its module and this version has it; else None."""
+    return getattr(sys.modules.get(module_name), name, None)

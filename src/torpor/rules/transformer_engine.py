@@ -31,6 +31,7 @@ _GLOBAL_STATE = (
     ("transformer_engine.pytorch.quantization", "FP8GlobalStateManager"),
     ("transformer_engine.pytorch.fp8", "FP8GlobalStateManager"),
 )
+_STAND_INS = ("transformer_engine.pytorch.module.base", "_dummy_wgrads")
 _MEGATRON_GRAPHS = ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord")
 _WORKSPACES = "_fp8_workspaces"
 
@@ -46,6 +47,7 @@ _NOT_RERUNNABLE = "quantizing again would change the scaling state, and a CUDA g
 _NO_SOURCE = "its weight is not a parameter of the module under the same name, and a CUDA graph reads this address"
 _NOT_ITS_DATA = "its padding is not written by the quantizer, and a CUDA graph reads this address"
 _MID_STEP = "in the middle of a step: quantizing again would write its largest value to the amax history anew"
+_NEVER_READ = "nobody reads what it holds"
 _INVALID = "an invalid transpose: it is written anew before it is read"
 _DATA = frozenset({"_data", "_transpose", "_rowwise_data", "_columnwise_data"})
 """Inner tensors that the quantizer writes to the last byte; scales are padded."""
@@ -95,6 +97,7 @@ class TransformerEngineRule:
             yield from _scaling_state(path, module)
         yield from _quantized_parameters(actor)
         yield from _global_buffers()
+        yield from _stand_ins_of_gradients()
 
     def _workspaces(self, path: str, module: nn.Module, graphs: bool) -> Iterator[Claim]:
         held = vars(module).get(_WORKSPACES)
@@ -261,6 +264,14 @@ def _global_buffers() -> Iterator[Claim]:
         for name, leaf in leaves(f"transformer_engine.{key}", getattr(state, key)):
             if isinstance(leaf, torch.Tensor):
                 yield Claim(name, leaf, Role.BUFFER, "buffers")
+
+
+def _stand_ins_of_gradients() -> Iterator[Claim]:
+    """What autograd gets in place of a gradient that was added to its buffer by the matrix product itself."""
+    held = loaded(*_STAND_INS) or {}
+    for key, tensor in held.items():
+        name = f"transformer_engine.{_STAND_INS[1]}[{key}]"
+        yield Claim(name, tensor, Role.WORKSPACE, "caches", Fate.ZEROED, _NEVER_READ, standing=Standing.DECLARED)
 
 
 def _te_captured() -> bool:
