@@ -223,6 +223,15 @@ def test_fp32_gradients_beside_the_buffer_die_with_it() -> None:
         assert not any(grad.any() for grad in extra)
 
 
+def test_an_unknown_version_is_named_and_its_buffers_are_moved() -> None:
+    training = Training()
+    training.step(0)
+    del training.ddp.buffers[0].param_index_map
+    with pytest.warns(UserWarning, match="buffers of Megatron-Core unknown have no param_index_map"):
+        entries = _entries(training)
+    assert {entry.fate for entry in entries.values() if entry.component in ("params", "grads")} == {Fate.MOVED}
+
+
 def test_memory_registered_with_nccl_stays() -> None:
     training = Training(nccl_ub=True)
     with training.sleeper() as sleeper:

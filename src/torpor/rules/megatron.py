@@ -8,6 +8,8 @@ never imported here: whoever hands over one of its models has imported it. Read 
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -30,6 +32,8 @@ from torpor.rules.walk import is_plain
 
 _DDP = ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
 _FULL_GRAPH = ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper")
+_NEEDED = frozenset({"params", "param_data", "grad_data", "param_index_map", "buckets", "data_parallel_group"})
+"""What a buffer has in the versions that are known here."""
 _ADAPTER = re.compile(r"(^|[._])(lora|adapter)")
 """How the adapters of Megatron-Bridge and of its relatives are named."""
 
@@ -104,7 +108,7 @@ class MegatronRule:
         adapters = all(_ADAPTER.search(names.get(id(parameter), "")) for parameter in buffer.params)
         role, component = (Role.ADAPTER, "adapters") if adapters else (Role.PARAM, "params")
         claim = Claim(f"{name}.param_data", flat, role, component, standing=Standing.OWNED)
-        if buffer.nccl_ub:
+        if _is_registered(buffer):
             claim.fate, claim.reason = Fate.KEPT, _REGISTERED
         elif self._rematerialize_params and not adapters:
             here = found.get(flat.untyped_storage()._cdata, ())
@@ -117,7 +121,7 @@ class MegatronRule:
             yield Claim(f"{name}.{part}", tensor, Role.GRAD, "grads", fate, reason, standing=Standing.OWNED)
 
     def _judge_gradients(self, buffer: Any) -> tuple[Fate, str]:
-        if buffer.nccl_ub:
+        if _is_registered(buffer):
             return Fate.KEPT, _REGISTERED
         why_alive = self._why_gradients_live(buffer)
         if why_alive:
@@ -184,16 +188,33 @@ def ddp_modules(actor: Actor) -> Iterator[tuple[str, Any]]:
 
 
 def _buffers(ddp: Any) -> Iterator[tuple[str, Any]]:
+    """Its flat buffers, by name; none of a version whose buffers are not what is known here."""
     for key in ("buffers", "expert_parallel_buffers"):
-        for index, buffer in enumerate(vars(ddp)[key]):
-            yield f"{key}[{index}]", buffer
+        for index, buffer in enumerate(vars(ddp).get(key) or ()):
+            if vars(buffer).keys() >= _NEEDED:
+                yield f"{key}[{index}]", buffer
+            else:
+                _warn_of_unknown_version(sorted(_NEEDED - vars(buffer).keys()))
+
+
+def _is_registered(buffer: Any) -> bool:
+    return bool(vars(buffer).get("nccl_ub"))
+
+
+def _warn_of_unknown_version(missing: list[str]) -> None:
+    version = getattr(sys.modules.get("megatron.core"), "__version__", "unknown")
+    warnings.warn(
+        f"the buffers of Megatron-Core {version} have no {', '.join(missing)}: their memory is moved as that of any "
+        "module is, gradients too, and nothing is rebuilt",
+        stacklevel=2,
+    )
 
 
 def _gradients(buffer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole gradient memory, and fp32 gradients of single parameters beside it."""
     if buffer.grad_data is not None:
         yield "grad_data", buffer.grad_data
-    for index, tensor in enumerate(buffer.extra_main_grads):
+    for index, tensor in enumerate(vars(buffer).get("extra_main_grads") or ()):
         yield f"extra_main_grads[{index}]", tensor
 
 
