@@ -440,7 +440,7 @@ def test_adapters_are_a_component_and_their_frozen_base_is_clean_from_the_second
 ) -> None:
     ddp = mc.DistributedDataParallel(Adapted(), distributed_optimizer=distributed_optimizer)
     optimizer = _optimizer("distributed" if distributed_optimizer else "whole", ddp)
-    with Sleeper(ddp, optimizer=optimizer, store="pageable", keep=["adapters"]) as sleeper:
+    with Sleeper({"lora": ddp}, optimizer=optimizer, store="pageable", keep=["adapters"]) as sleeper:
         seen = []
         for _ in range(2):
             ddp(torch.randn(2, WIDTH)).sum().backward()

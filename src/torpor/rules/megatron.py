@@ -89,14 +89,15 @@ class MegatronRule:
         found = _by_storage(actor) if self._rematerialize_params else {}
         in_buffers: set[int] = set()
         for path, ddp in ddp_modules(actor):
-            names = {id(parameter): name for name, parameter in ddp.named_parameters(prefix=path)}
+            names = {id(parameter): name for name, parameter in ddp.named_parameters()}
             for name, buffer in _buffers(ddp):
                 in_buffers.update(id(p) for p in buffer.params if buffer.param_data is not None)
                 yield from self._parameters(f"{path}.{name}", buffer, names, found)
                 yield from self._gradient_buffers(f"{path}.{name}", buffer)
             yield from self._loose_parameters(ddp, path, in_buffers, found)
+        names = _parameter_names(actor) if actor.wrappers else {}
         for name, optimizer in actor.wrappers.items():
-            yield from master_claims(name, optimizer, _parameter_names(actor))
+            yield from master_claims(name, optimizer, names)
             yield from scaling_claims(name, optimizer)
             yield from offloaded_claims(name, optimizer)
 
@@ -105,7 +106,7 @@ class MegatronRule:
         flat = buffer.param_data
         if flat is None or vars(buffer).get("shared_buffer") is not None:
             return
-        adapters = all(_ADAPTER.search(names.get(id(parameter), "")) for parameter in buffer.params)
+        adapters = all(_is_adapter(names.get(id(parameter), "")) for parameter in buffer.params)
         role, component = (Role.ADAPTER, "adapters") if adapters else (Role.PARAM, "params")
         claim = Claim(f"{name}.param_data", flat, role, component, standing=Standing.OWNED)
         if _is_registered(buffer):
@@ -141,16 +142,21 @@ class MegatronRule:
 
     def _loose_parameters(self, ddp: nn.Module, path: str, in_buffers: set[int], found: _Pieces) -> Iterator[Claim]:
         """Parameters with memory of their own: frozen ones, and all without the distributed optimizer."""
-        for name, parameter in ddp.named_parameters(prefix=path):
+        for name, parameter in ddp.named_parameters():
             if id(parameter) in in_buffers or not is_plain(parameter):
                 continue
-            if _ADAPTER.search(name):
-                yield Claim(name, parameter.detach(), Role.ADAPTER, "adapters")
+            if _is_adapter(name):
+                yield Claim(f"{path}.{name}", parameter.detach(), Role.ADAPTER, "adapters")
             elif self._rematerialize_params:
-                claim = Claim(name, parameter.detach(), Role.PARAM, "params", standing=Standing.OWNED)
+                claim = Claim(f"{path}.{name}", parameter.detach(), Role.PARAM, "params", standing=Standing.OWNED)
                 own = found.get(parameter.untyped_storage()._cdata, ())
                 _set_rebuild(claim, parameter_rebuild(parameter, own))
                 yield claim
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a parameter of this name, within its model, belongs to an adapter."""
+    return _ADAPTER.search(name) is not None
 
 
 def _set_rebuild(claim: Claim, rebuild: Rebuild | Uncovered) -> None:
