@@ -17,6 +17,10 @@ Sleeper. The same through `sleep()` and `wake()`: the stage in which bytes are c
 taken in it, on the way back pages are brought) and the whole call. Whole calls cannot take turns as often, so these
 ratios follow a throttled disk's moods far more.
 
+Other work on the machine slows ours and spares plain I/O, which needs no processor. So only rounds count in which other
+processes took less than 5% of the processors, or, if four times as many rounds had too few of those, the quietest; the
+largest share that others had in a round that counted is recorded.
+
 Own time is processor time, medians over rounds; wall time stands beside it. Residue is what resident memory gained
 from the first third of the cycles to the last, by medians, in a process of its own and after a few cycles that are not
 counted: somewhere in those, CPython's table of interned strings doubles, once, by 1.8 MiB.
@@ -41,7 +45,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -60,6 +64,10 @@ from torpor.transfer import Moved, Piece, load, save
 RESULT = Path(__file__).parent / "results" / "cpu.json"
 #: `transfer.save` or `transfer.load`.
 Mover: TypeAlias = Callable[[list[Piece], FileStore], Moved]
+#: `PlainDirect.write` or `read` of a stretch of the file.
+Plainly: TypeAlias = Callable[[int, int], float]
+#: Seconds of ours and of plain I/O, for each turn.
+Pairs: TypeAlias = list[tuple[float, float]]
 #: `os.pwritev` or `os.preadv`.
 PlainMove: TypeAlias = Callable[[int, list[memoryview], int], int]
 
@@ -69,6 +77,12 @@ LARGEST_BLOCK_BYTES = 8 * MIB
 MOST_FLIGHTS = 8
 SEGMENT_BYTES = 128 * MIB
 WARM_UP_CYCLES = 10
+#: What other processes may take of the processors while a round counts as quiet.
+QUIET_SHARE = 0.05
+PATIENCE = 4
+T = TypeVar("T")
+#: Of each figure's rounds, the share that others had in the noisiest that counted.
+shares: list[float] = []
 RESIDUE_CYCLES = 20
 
 
@@ -166,6 +180,31 @@ def segments(pieces: list[Piece]) -> list[list[Piece]]:
     return groups[:-1]
 
 
+def others_s() -> float:
+    """Seconds that the processors worked for other processes so far. Source: /proc/stat, in ticks."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = Path("/proc/stat").read_text("ascii").split()[1:]
+    ticks = sum(map(int, (user, nice, system, irq, softirq, steal)))
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def quietest(rounds: int, one: Callable[[int], T]) -> list[T]:
+    """What `one(number of the round)` returns in so many rounds while other processes did little, in order.
+
+    Goes on until there are enough of those, or `PATIENCE` times as many as asked for; then the quietest ones count.
+    """
+    found: list[tuple[float, int, T]] = []
+    for turn in range(PATIENCE * rounds):
+        start, others = time.perf_counter(), others_s()
+        result = one(turn)
+        share = (others_s() - others) / (time.perf_counter() - start) / (os.cpu_count() or 1)
+        found.append((max(share, QUIET_SHARE), turn, result))
+        if sum(share <= QUIET_SHARE for share, _, _ in found) == rounds:
+            break
+    found = sorted(found, key=lambda item: item[:2])[:rounds]
+    shares.append(found[-1][0])
+    return [result for _, turn, result in sorted(found, key=lambda item: item[1])]
+
+
 def taken(move: Mover, pieces: list[Piece], store: FileStore) -> float:
     """Seconds of one transfer of ours."""
     return move(pieces, store).seconds
@@ -179,42 +218,53 @@ def in_turns(turn: int, ours: Callable[[], float], plain: Callable[[], float]) -
     return ours(), plain()
 
 
+def stretch(group: list[Piece]) -> tuple[int, int]:
+    """Where in the file a group of pieces begins and ends."""
+    last = group[-1].slot
+    return group[0].slot.offset, last.offset + up(last.nbytes, FileStore.alignment_bytes)
+
+
 def transfers(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
     """`transfer.save` and `load` alone beside plain I/O: see above."""
     for count in (2, MANY):
-        tensors = randoms(count, nbytes)
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        store, backend = FileStore(directory), MadviseBackend()
-        slots = store.reserve([tensor.nbytes for tensor in tensors])
-        pieces = [Piece(tensor, slot) for tensor, slot in zip(tensors, slots, strict=True)]
-        save(pieces, store)  # the first time into blocks that were never written
-        plain, groups = PlainDirect(store), segments(pieces)
-        ways = {
-            f"save of {count} storages": (save, plain.write),
-            f"load of {count} storages": (load, plain.read),
-            f"load of {count}, memory given back": (load, plain.read),
-        }
-        pairs: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for turn in range(rounds):
-            for way, (move, plainly) in ways.items():
-                if way.endswith("given back"):
-                    backend.release(storages)
-                    backend.restore(storages)
-                for k, group in enumerate(groups):
-                    begin, last = group[0].slot.offset, group[-1].slot
-                    reference = partial(plainly, begin, last.offset + up(last.nbytes, store.alignment_bytes))
-                    pairs[way].append(in_turns(turn + k, partial(taken, move, group, store), reference))
-        for way, found in pairs.items():
-            rate = SEGMENT_BYTES / statistics.median(reference for _, reference in found)
-            ratio = statistics.median(reference / ours for ours, reference in found)
-            yield Figure("disk", f"plain direct I/O beside {way}", rate / 1e9, "GB/s")
-            yield Figure("disk", f"{way}, of direct", ratio, "", 0.85)
-        padding = 1 - sum(slot.nbytes for slot in slots) / store.reserved_bytes
-        yield Figure("disk", f"padding of {count} storages", 100 * padding, "%")
-        if count == 2:
-            yield from other_sizes(plain, rounds)
-        plain.close()
-        store.close()
+        yield from transfers_of(count, directory, nbytes, rounds)
+
+
+def transfers_of(count: int, directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
+    """The same for so many storages."""
+    tensors = randoms(count, nbytes)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    store, backend = FileStore(directory), MadviseBackend()
+    slots = store.reserve([tensor.nbytes for tensor in tensors])
+    pieces = [Piece(tensor, slot) for tensor, slot in zip(tensors, slots, strict=True)]
+    save(pieces, store)  # the first time into blocks that were never written
+    plain, groups = PlainDirect(store), segments(pieces)
+
+    def one(move: Mover, plainly: Plainly, given_back: bool, turn: int) -> Pairs:
+        if given_back:
+            backend.release(storages)
+            backend.restore(storages)
+        return [
+            in_turns(turn + k, partial(taken, move, group, store), partial(plainly, *stretch(group)))
+            for k, group in enumerate(groups)
+        ]
+
+    for way, move, plainly, given_back in (
+        (f"save of {count} storages", save, plain.write, False),
+        (f"load of {count} storages", load, plain.read, False),
+        (f"load of {count}, memory given back", load, plain.read, True),
+    ):
+        pairs = [pair for turn in quietest(rounds, partial(one, move, plainly, given_back)) for pair in turn]
+        rate = SEGMENT_BYTES / statistics.median(reference for _, reference in pairs)
+        ratio = statistics.median(reference / ours for ours, reference in pairs)
+        yield Figure("disk", f"plain direct I/O beside {way}", rate / 1e9, "GB/s")
+        yield Figure("disk", f"{way}, of direct", ratio, "", None if given_back else 0.85)
+    padding = 1 - sum(slot.nbytes for slot in slots) / store.reserved_bytes
+    yield Figure("disk", f"padding of {count} storages", 100 * padding, "%")
+    if count == 2:
+        yield from other_sizes(plain, rounds)
+    plain.close()
+    store.close()
 
 
 def other_sizes(plain: PlainDirect, rounds: int) -> Iterator[Figure]:
@@ -234,34 +284,41 @@ def other_sizes(plain: PlainDirect, rounds: int) -> Iterator[Figure]:
 
 
 def through_a_sleeper(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
-    """The same through `sleep()` and `wake()`: see above. Plain I/O runs while nothing sleeps, or only reads."""
+    """The same through `sleep()` and `wake()`: see above."""
     for count in (2, MANY):
-        tensors, store = randoms(count, nbytes), FileStore(directory)
-        ratios: dict[str, list[float]] = {}
-        with Sleeper(extra={"params": tensors}, store=store, report_leftovers=False) as sleeper:
-            with sleeper.asleep():  # the first sleep pays for the reservation
-                pass
-            plain = PlainDirect(store)
-            for turn in range(rounds):
-                torch._foreach_add_(tensors, 1)
-                write = plain.write(0, store.reserved_bytes) if turn % 2 else None
-                start = time.perf_counter()
-                down = sleeper.sleep()
-                slept = time.perf_counter()
-                read = plain.read(0, store.reserved_bytes) if turn % 2 else None
-                resumed = time.perf_counter()
-                up_again = sleeper.wake()
-                woken = time.perf_counter()
-                write = write or plain.write(0, store.reserved_bytes)
-                read = read or plain.read(0, store.reserved_bytes)
-                for ledger, reference, seconds in ((down, write, slept - start), (up_again, read, woken - resumed)):
-                    for what, took in (("copy of a", ledger.stages["copy"]), ("whole", seconds)):
-                        name = f"{what} {ledger.kind}, {count} storages, of direct"
-                        ratios.setdefault(name, []).append(reference / took)
-            plain.close()
-        for name, found in ratios.items():
-            bar = 0.85 if name.startswith("copy") else None
-            yield Figure("sleeper", name, statistics.median(found), "", bar)
+        for name, ratio in sleeper_of(count, directory, nbytes, rounds).items():
+            yield Figure("sleeper", f"{name}, {count} storages, of direct", ratio, "")
+
+
+def sleeper_of(count: int, directory: Path, nbytes: int, rounds: int) -> dict[str, float]:
+    """The same for so many storages. Plain I/O writes while nothing sleeps."""
+    tensors, store = randoms(count, nbytes), FileStore(directory)
+    with Sleeper(extra={"params": tensors}, store=store, report_leftovers=False) as sleeper:
+        with sleeper.asleep():  # the first sleep pays for the reservation
+            pass
+        plain, end = PlainDirect(store), store.reserved_bytes
+
+        def one(turn: int) -> dict[str, float]:
+            torch._foreach_add_(tensors, 1)
+            write = plain.write(0, end) if turn % 2 else None
+            start = time.perf_counter()
+            down = sleeper.sleep()
+            slept = time.perf_counter()
+            read = plain.read(0, end) if turn % 2 else None
+            resumed = time.perf_counter()
+            back = sleeper.wake()
+            woken = time.perf_counter()
+            write, read = write or plain.write(0, end), read or plain.read(0, end)
+            return {
+                "copy of a sleep": write / down.stages["copy"],
+                "whole sleep": write / (slept - start),
+                "copy of a wake": read / back.stages["copy"],
+                "whole wake": read / (woken - resumed),
+            }
+
+        found = quietest(rounds, one)
+        plain.close()
+    return {name: statistics.median(ratios[name] for ratios in found) for name in found[0]}
 
 
 def trained_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -347,12 +404,15 @@ def one_thread() -> Iterator[None]:
 def fingerprint_rates(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
     """GB/s of processor time on one core."""
     for count in (2, MANY):
-        blocks, seconds = randoms(count, min(nbytes, GIB)), []
+        blocks = randoms(count, min(nbytes, GIB))
+
+        def one(_: int, blocks: list[torch.Tensor] = blocks) -> float:
+            start = time.process_time()
+            fingerprints(blocks)
+            return time.process_time() - start
+
         with one_thread():
-            for _ in range(rounds):
-                start = time.process_time()
-                fingerprints(blocks)
-                seconds.append(time.process_time() - start)
+            seconds = quietest(rounds, one)
         rate = sum(block.nbytes for block in blocks) / statistics.median(seconds)
         yield Figure("fingerprint", f"{count} storages, one core", rate / 1e9, "GB/s", 5)
 
@@ -362,7 +422,6 @@ def own_time(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
     for backend, fate in (("madvise", "kept"), ("resize", "moved")):
         for leftovers in (False, True):
             tensors = [torch.randn(256) for _ in range(MANY)]
-            wall, processor = [], []
             with (
                 one_thread(),
                 Sleeper(
@@ -371,13 +430,15 @@ def own_time(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
             ):
                 with sleeper.asleep():
                     pass
-                for _ in range(rounds):
+
+                def one(_: int, tensors: list[torch.Tensor] = tensors) -> tuple[float, float]:
                     torch._foreach_add_(tensors, 1.0)
                     start, start_processor = time.perf_counter(), time.process_time()
                     sleeper.sleep()
                     sleeper.wake()
-                    wall.append(time.perf_counter() - start)
-                    processor.append(time.process_time() - start_processor)
+                    return time.perf_counter() - start, time.process_time() - start_processor
+
+                wall, processor = zip(*quietest(rounds, one), strict=True)
             name = f"{MANY} of 1 KiB, {fate}, leftovers {'named' if leftovers else 'not named'}"
             yield Figure("own time", name, statistics.median(processor), "s", at_most=0.5)
             yield Figure("own time", f"{name}, wall", statistics.median(wall), "s")
@@ -426,6 +487,7 @@ def main() -> None:
                 figures.append(figure)
     if list(args.only) == list(PARTS):
         report["payload_bytes"], report["rounds"] = nbytes, args.rounds
+        report["largest_share_of_others"] = max(shares)
         report["figures"] = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
