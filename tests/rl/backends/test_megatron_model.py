@@ -49,7 +49,7 @@ def test_the_stack_of_layers_is_not_cut() -> None:
 
 
 def test_ranks_that_do_not_divide_the_model() -> None:
-    with pytest.raises(UnsupportedError, match="tensor_model_parallel_size = 2 does not divide .* key-value heads, 3"):
+    with pytest.raises(UnsupportedError, match=r"tensor_model_parallel_size = 2 does not divide .* key-value heads, 3"):
         require_shapes(SMOLLM2, settings(tensor_model_parallel_size=2))
 
 

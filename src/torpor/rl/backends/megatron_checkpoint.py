@@ -109,14 +109,16 @@ def read_training_state(
     _restore_trackers(random)
 
 
+_JSON_KINDS = (bool, int, float, str, tuple, list)
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Of a parameter group what JSON knows: rates, betas, the step that TransformerEngine counts here."""
-    kinds = bool | int | float | str | tuple | list
-    return {key: value for key, value in group.items() if isinstance(value, kinds) and key != "params"}
+    return {key: value for key, value in group.items() if isinstance(value, _JSON_KINDS) and key != "params"}
 
 
 @torch.no_grad()

@@ -136,11 +136,11 @@ class Qkv:
     head_dim: int
 
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([part.unflatten(0, (self.num_groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([part.unflatten(0, (self.num_groups, -1)) for part in parts], dim=1).flatten(0, 1)  # type: ignore[no-untyped-call]
 
     def split(self, whole: Tensor) -> Sequence[Tensor]:
         widths = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
-        grouped = whole.unflatten(0, (self.num_groups, -1))
+        grouped = whole.unflatten(0, (self.num_groups, -1))  # type: ignore[no-untyped-call]
         return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
 
 
@@ -151,10 +151,10 @@ class GateUp:
     num_ranks: int
 
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([part.unflatten(0, (self.num_ranks, -1)) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([part.unflatten(0, (self.num_ranks, -1)) for part in parts], dim=1).flatten(0, 1)  # type: ignore[no-untyped-call]
 
     def split(self, whole: Tensor) -> Sequence[Tensor]:
-        by_rank = whole.unflatten(0, (self.num_ranks, 2, -1))
+        by_rank = whole.unflatten(0, (self.num_ranks, 2, -1))  # type: ignore[no-untyped-call]
         return [by_rank[:, index].flatten(0, 1) for index in (0, 1)]
 
 
