@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,13 @@ from torpor.forecast.command import given_by, make_plan
 from torpor.forecast.fates import Options
 from torpor.kinds import Role
 
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "megatron_actor.json"
+#: The ways of `benchmarks/megatron_actor.py`, as options of the forecast.
+WAYS = {
+    "all off": Options.off(),
+    "caches dropped": Options.off().only("drop_caches"),
+    "gradients and parameters too": Options(),
+}
 ANCHOR = str(Path(__file__).parent / "data" / "anchor_8_layers.sh")
 
 
@@ -42,3 +51,14 @@ def test_a_clear_that_missed_half_of_one_weight(anchor: Forecast) -> None:
     # Clearing gave back 3.373 GB at one point: all caches but one direction of one fc1 [28672, 4096].
     fc1_half = 28672 * 4096 + 4 * 224 * 32
     assert (anchor.total(Role.QUANTIZED_CACHE) - fc1_half) / 1e9 == pytest.approx(3.373, abs=0.0005)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_what_a_real_sleep_copied_and_dropped(anchor: Forecast, way: str) -> None:
+    """Recorded on an H200 by `benchmarks/megatron_actor.py --parts bytes`: the same model, blockwise FP8."""
+    case: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))["cases"]["bytes/blockwise"]
+    measured, planned = case["ways"][way], anchor.with_options(WAYS[way])
+    assert case["parameters"] == anchor.model.parameters
+    assert planned.copied_bytes == pytest.approx(measured["copied_bytes"], rel=0.01)
+    assert measured["cache_bytes"] == anchor.total(Role.QUANTIZED_CACHE)
+    assert measured["dropped_cache_bytes"] == (0 if way == "all off" else measured["cache_bytes"])
