@@ -8,7 +8,6 @@ transfer, after every call in flight has ended, and is raised as it came.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,17 +20,10 @@ from typing import NamedTuple
 import torch
 
 from torpor.errors import UsageError
+from torpor.host_copies import HostCopies
 from torpor.stores.base import AddressableStore, BlockStore, Slot, Store
 from torpor.stores.slots import up
 from torpor.transfer_cuda import load_to_cuda, save_from_cuda
-
-#: Copies below this keep the interpreter's lock: they take a few us, and to get it back costs as much.
-_HOLD_GIL_BYTES = 64 * 1024
-#: The same for memory that the kernel may have to bring page by page first, at 1 us each.
-_HOLD_GIL_FAULTING_BYTES = 8 * 1024
-_memmove_with_gil = ctypes.PyDLL(None).memmove
-_memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove_with_gil.restype = ctypes.c_void_p
 
 
 class Piece(NamedTuple):
@@ -150,13 +142,15 @@ def _blockwise(store: Store) -> BlockStore:
 
 def _of_gpus(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool) -> Iterator[Piece]:
     """Those on GPUs; the others are copied on the way."""
+    copies = HostCopies()
     for piece in pieces:
         if piece.home.is_cuda:
             yield piece
         else:
-            home, slot = _whole(piece), store.tensor(piece.slot)
+            home, slot = _whole(piece).data_ptr(), store.tensor(piece.slot).data_ptr()
             to, source = (slot, home) if to_store else (home, slot)
-            _copy(to, 0, source, 0, piece.slot.nbytes)
+            copies.add(to, source, piece.slot.nbytes)
+    copies.finish()
 
 
 def _in_blocks(pieces: Iterable[Piece], store: BlockStore, *, to_store: bool) -> None:
@@ -209,39 +203,38 @@ class _Queue:
 
 
 def _write(block: _Block, buffer: torch.Tensor, store: BlockStore) -> None:
-    for cut in block.cuts:
-        _copy(buffer, cut.at, cut.home, cut.start, cut.nbytes)
+    _move(block.cuts, buffer, to_buffer=True)
     store.write_block(block.offset, buffer)
 
 
 def _read(block: _Block, buffer: torch.Tensor, store: BlockStore) -> None:
     store.read_block(block.offset, buffer)
-    for cut in block.cuts:
-        _copy(cut.home, cut.start, buffer, cut.at, cut.nbytes, _HOLD_GIL_FAULTING_BYTES)
+    _move(block.cuts, buffer, to_buffer=False)
 
 
-def _copy(
-    to: torch.Tensor,
-    to_start: int,
-    source: torch.Tensor,
-    source_start: int,
-    nbytes: int,
-    hold_gil_bytes: int = _HOLD_GIL_BYTES,
-) -> None:
-    """Copy `nbytes` bytes between two contiguous `uint8` tensors.
+def _move(cuts: Iterable[_Cut], buffer: torch.Tensor, *, to_buffer: bool) -> None:
+    """Copy the bytes of cuts into the buffer that holds their block, or out of it.
 
-    On the host by memmove: `copy_` of more than 32 KiB starts a team of threads in each worker, which wait for
-    each other in a spin; with other work on the machine that made a transfer six times slower.
+    On the host not by `copy_`: above 32 KiB it starts a team of threads in each worker, which wait for each other in a
+    spin; with other work on the machine that made a transfer six times slower.
     """
-    if to.is_cpu and source.is_cpu:
-        memmove = _memmove_with_gil if nbytes < hold_gil_bytes else ctypes.memmove
-        memmove(to.data_ptr() + to_start, source.data_ptr() + source_start, nbytes)
-    else:
-        to[to_start : to_start + nbytes].copy_(source[source_start : source_start + nbytes])
+    copies, begin = HostCopies(), buffer.data_ptr()
+    for home, start, nbytes, at in cuts:
+        if home.is_cpu:
+            there, here = home.data_ptr() + start, begin + at
+            to, source = (here, there) if to_buffer else (there, here)
+            copies.add(to, source, nbytes)
+        else:
+            outside, inside = home[start : start + nbytes], buffer[at : at + nbytes]
+            if to_buffer:
+                inside.copy_(outside)
+            else:
+                outside.copy_(inside)
+    copies.finish()
 
 
 def _whole(piece: Piece) -> torch.Tensor:
-    """The home of a piece, if it has the bytes of its slot: `_copy` looks at addresses only.
+    """The home of a piece, if it has the bytes of its slot: copies look at addresses only.
 
     Raises:
         UsageError: it is not one `uint8` for each byte of the slot, in one stretch.

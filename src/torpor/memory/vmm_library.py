@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from torpor.compiled import built_library
 from torpor.errors import DriverError, UnsupportedError, gib
 from torpor.memory.cuda import DRIVER_LIBRARY
 
@@ -147,13 +147,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def built_library() -> Path | None:
-    """Where the compiled `_vmm.c` lies; None if the package was installed without a C compiler."""
-    folder = Path(__file__).parent
-    built = (folder / f"_vmm{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    return next((path for path in built if path.is_file()), None)
-
-
 @cache
 def vmm_library() -> VmmLibrary:
     """The library, loaded once for the process.
@@ -161,7 +154,7 @@ def vmm_library() -> VmmLibrary:
     Raises:
         UnsupportedError: it was not built, or there is no driver.
     """
-    path = built_library()
+    path = built_library(Path(__file__).parent, "_vmm")
     if path is None:
         raise UnsupportedError(
             "memory backend vmm: its C part was not built when torpor was installed. Put a C compiler (cc) "
