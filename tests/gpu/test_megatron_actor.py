@@ -127,6 +127,15 @@ def test_sleeps_between_steps_change_no_bit(precision: str) -> None:
     assert results[0] == results[1]
 
 
+def test_random_weights_follow_from_the_seed_whatever_was_built_before() -> None:
+    config = small_model().config
+    options: dict[str, Any] = {"megatron": MegatronConfig(), "optimizer": OptimizerConfig()}
+    options |= {"temperature": 1.0, "logit_chunk_tokens": 32}
+    first, same, other = (digest(MegatronBackend(config, seed=seed, **options)) for seed in (5, 5, 6))
+    assert first == same
+    assert first != other
+
+
 def test_muon_asleep_changes_no_bit() -> None:
     pytest.importorskip("emerging_optimizers")
     model = small_model()

@@ -79,9 +79,10 @@ def require_megatron() -> None:
 
 
 def start_process_groups(config: MegatronConfig, device: torch.device, seed: int) -> None:
-    """Process groups and random number trackers, where nobody has made them yet.
+    """Process groups, where nobody has made them yet; random number trackers, which start anew from `seed`.
 
-    Without a launcher (no `RANK` in the environment) this process is alone.
+    So two models with random weights and one seed are equal, also in one process. Without a launcher (no `RANK` in the
+    environment) this process is alone.
 
     Raises:
         UnsupportedError: pipeline parallelism.
@@ -102,8 +103,8 @@ def start_process_groups(config: MegatronConfig, device: torch.device, seed: int
             config.pipeline_model_parallel_size,
             create_gloo_process_groups=dist.get_world_size() > 1,
         )
-        if device.type == "cuda":
-            model_parallel_cuda_manual_seed(seed)
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(seed)
 
 
 def _start_distributed(device: torch.device) -> None:
