@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from torpor import transfer_cuda
 from torpor.stores.base import Slot
 from torpor.stores.pageable import PageableStore
 from torpor.stores.pinned import PinnedStore
@@ -94,6 +95,32 @@ def test_pieces_are_taken_as_they_come():
 
     next(iter(_parts(source())))
     assert len(taken) == 65
+
+
+@pytest.mark.parametrize("fails", ["the generator", "a copy"])
+def test_after_a_failure_every_device_is_waited_for(fails, monkeypatch):
+    events = []
+
+    class Lane:
+        def __init__(self, device, store, *, to_store):
+            self._device = device.index
+
+        def move(self, part):
+            events.append(("move", self._device))
+            if fails == "a copy" and len(events) == 2:
+                raise RuntimeError("a copy failed")
+
+        def finish(self):
+            events.append(("finish", self._device))
+
+    def pieces():
+        yield from (Piece(Home(1 << 40, device), Slot(0, SMALL_BYTES)) for device in (0, 1))
+        raise RuntimeError("the generator failed")
+
+    monkeypatch.setattr(transfer_cuda, "_Lane", Lane)
+    with pytest.raises(RuntimeError, match=f"{fails} failed"):
+        transfer_cuda.save_from_cuda(pieces(), PageableStore())
+    assert events == [("move", 0), ("move", 1), ("finish", 0), ("finish", 1)]
 
 
 def test_chunks_cover_what_they_were_told():

@@ -65,13 +65,15 @@ def load_to_cuda(pieces: Iterable[Piece], store: AddressableStore) -> None:
 
 def _transfer(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool) -> None:
     lanes: dict[int, _Lane] = {}
-    for part in _parts(pieces):
-        lane = lanes.get(part.device)
-        if lane is None:
-            lane = lanes[part.device] = _Lane(torch.device("cuda", part.device), store, to_store=to_store)
-        lane.move(part)
-    for lane in lanes.values():
-        lane.finish()
+    try:
+        for part in _parts(pieces):
+            lane = lanes.get(part.device)
+            if lane is None:
+                lane = lanes[part.device] = _Lane(torch.device("cuda", part.device), store, to_store=to_store)
+            lane.move(part)
+    finally:  # after a failure too: whoever rolls back takes memory that copies under way would still use
+        for lane in lanes.values():
+            lane.finish()
 
 
 def warm_up(device: torch.device) -> None:

@@ -117,6 +117,23 @@ def test_kernels_take_over_where_the_engine_is_slow(shape):
     store.close()
 
 
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_after_a_failure_no_copy_is_under_way(way):
+    store = PinnedStore()
+    pieces = pieces_of([torch.zeros(512 * MIB, dtype=torch.uint8, device=DEVICE)], store)
+    move = {"save": save_from_cuda, "load": load_to_cuda}[way]
+    move(pieces, store)
+
+    def failing():
+        yield from pieces
+        raise RuntimeError("no more pieces")
+
+    with pytest.raises(RuntimeError, match="no more pieces"):
+        move(failing(), store)
+    assert transfer_cuda._own_stream(DEVICE, way).query()
+    store.close()
+
+
 @pytest.mark.parametrize("shape", ["two large", "tiny"])
 def test_a_device_without_room_for_staging_is_no_obstacle(shape):
     sizes = {"two large": [100 * MIB + 3, 64 * MIB], "tiny": [random.randrange(1, 9000) for _ in range(5000)]}[shape]
