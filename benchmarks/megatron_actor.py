@@ -6,7 +6,7 @@ The actor: a model with the layers of Llama 3 8B, 8 of them, and a vocabulary of
 fp32 gradients, masters and Adam moments; linear layers in the recipe that a case names. Every case has a process of
 its own; the file is written anew after each. Bytes are bytes, seconds are wall-clock.
 
-    bits     12 steps with a sleep before each against 12 without: losses, parameters, masters, moments
+    bits     12 steps with a sleep before each against 12 without, which run twice: losses, parameters, masters, moments
     bytes    copied and dropped by one sleep against the forecast of the same configuration
     caches   what the quantized copies of weights hold, at several moments, against the forecast
     times    sleep and wake of the warm actor; torch_memory_saver's pause and resume of the same actor
@@ -193,31 +193,40 @@ def plan(
 
 
 def bits(layers: int, precision: str, optimizer: str) -> Json:
-    """Both runs in one process, the one without sleeps first."""
+    """Three runs in one process, the last one with sleeps; the first two show what a run changes by itself."""
     found = []
-    for sleeps in (False, True):
+    for sleeps in (False, False, True):
         actor = Actor(layers, precision, optimizer)
-        options = {"rematerialize_param_from_master_weight": True, "report_leftovers": False}
-        with actor.backend.open_sleeper(**options) as sleeper:
-            for step in range(STEPS):
-                if sleeps:
-                    sleeper.sleep()
-                    sleeper.wake()
-                actor.train(step)
-            found.append(actor.digests())
+        found.append(_digests_after_steps(actor, sleeps))
         parameters = actor.num_parameters
-        del actor, sleeper
+        del actor
         gc.collect()  # Megatron-Core's wrappers refer to each other
         torch.cuda.empty_cache()
-    without, with_sleeps = found
+    without, control, with_sleeps = found
     return {
         "parameters": parameters,
         "steps": STEPS,
         "tensors": len(without) - 1,
-        "different": sorted(name for name in without if without[name] != with_sleeps.get(name)),
+        "different_without_sleeps": _different(without, control),
+        "different": _different(without, with_sleeps),
         "equal": without == with_sleeps,
         "losses": json.loads(without["losses"].replace("(", "[").replace(")", "]")),
     }
+
+
+def _digests_after_steps(actor: Actor, sleeps: bool) -> dict[str, str]:
+    options = {"rematerialize_param_from_master_weight": True, "report_leftovers": False}
+    with actor.backend.open_sleeper(**options) as sleeper:
+        for step in range(STEPS):
+            if sleeps:
+                sleeper.sleep()
+                sleeper.wake()
+            actor.train(step)
+        return actor.digests()
+
+
+def _different(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(name for name in one if one[name] != other.get(name))
 
 
 WAYS: dict[str, tuple[dict[str, bool], Options]] = {

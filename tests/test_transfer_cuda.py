@@ -97,7 +97,7 @@ def test_pieces_are_taken_as_they_come():
     assert len(taken) == 65
 
 
-@pytest.mark.parametrize("fails", ["the generator", "a copy"])
+@pytest.mark.parametrize("fails", ["the generator", "a copy", "a wait"])
 def test_after_a_failure_every_device_is_waited_for(fails, monkeypatch):
     events = []
 
@@ -112,15 +112,18 @@ def test_after_a_failure_every_device_is_waited_for(fails, monkeypatch):
 
         def finish(self):
             events.append(("finish", self._device))
+            if fails == "a wait" and len(events) == 3:
+                raise RuntimeError("a wait failed")
 
     def pieces():
         yield from (Piece(Home(1 << 40, device), Slot(0, SMALL_BYTES)) for device in (0, 1))
-        raise RuntimeError("the generator failed")
+        if fails == "the generator":
+            raise RuntimeError("the generator failed")
 
     monkeypatch.setattr(transfer_cuda, "_Lane", Lane)
     with pytest.raises(RuntimeError, match=f"{fails} failed"):
         transfer_cuda.save_from_cuda(pieces(), PageableStore())
-    assert events == [("move", 0), ("move", 1), ("finish", 0), ("finish", 1)]
+    assert events == [("move", 0), ("move", 1), ("finish", 1), ("finish", 0)]
 
 
 def test_chunks_cover_what_they_were_told():

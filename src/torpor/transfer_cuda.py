@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from typing import TYPE_CHECKING
@@ -65,15 +66,14 @@ def load_to_cuda(pieces: Iterable[Piece], store: AddressableStore) -> None:
 
 def _transfer(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool) -> None:
     lanes: dict[int, _Lane] = {}
-    try:
+    # Every lane ends, after a failure of another too: a roll-back takes memory that copies under way would still use.
+    with ExitStack() as ends:
         for part in _parts(pieces):
             lane = lanes.get(part.device)
             if lane is None:
                 lane = lanes[part.device] = _Lane(torch.device("cuda", part.device), store, to_store=to_store)
+                ends.callback(lane.finish)
             lane.move(part)
-    finally:  # after a failure too: whoever rolls back takes memory that copies under way would still use
-        for lane in lanes.values():
-            lane.finish()
 
 
 def warm_up(device: torch.device) -> None:

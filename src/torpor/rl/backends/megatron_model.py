@@ -79,10 +79,9 @@ def require_megatron() -> None:
 
 
 def start_process_groups(config: MegatronConfig, device: torch.device, seed: int) -> None:
-    """Process groups, where nobody has made them yet; random number trackers, which start anew from `seed`.
+    """Process groups and random number trackers, where nobody has made them yet.
 
-    So two models with random weights and one seed are equal, also in one process. Without a launcher (no `RANK` in the
-    environment) this process is alone.
+    Without a launcher (no `RANK` in the environment) this process is alone.
 
     Raises:
         UnsupportedError: pipeline parallelism.
@@ -93,7 +92,7 @@ def start_process_groups(config: MegatronConfig, device: torch.device, seed: int
             "stack of them; set it to 1 and raise tensor_model_parallel_size"
         )
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     if not dist.is_initialized():
         _start_distributed(device)
@@ -103,6 +102,13 @@ def start_process_groups(config: MegatronConfig, device: torch.device, seed: int
             config.pipeline_model_parallel_size,
             create_gloo_process_groups=dist.get_world_size() > 1,
         )
+    if not get_cuda_rng_tracker().is_initialized():
+        _seed_trackers(device, seed)
+
+
+def _seed_trackers(device: torch.device, seed: int) -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(seed)
 
@@ -173,6 +179,7 @@ def build(
     memory: Allocation,
     extend: Callable[[Any], None],
     fill: Callable[[nn.Module], None] | None,
+    seed: int,
 ) -> Parts:
     """Model and optimizer on `device`.
 
@@ -180,10 +187,13 @@ def build(
         memory: what they are allocated in.
         extend: adds modules to the `GPTModel`, which keep the precision that they have.
         fill: sets the parameters of the model, before masters are made from them; None leaves them random.
+        seed: random parameters follow from it alone: for them Megatron-Core's trackers start anew.
 
     Raises:
         UnsupportedError: TransformerEngine, or the package for the optimizer, is not installed.
     """
+    if fill is None:
+        _seed_trackers(device, seed)
     with memory():
         model = _model(architecture, config, device, initialize=fill is None)
         extend(model.module)
