@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ import torch
 
 from torpor.errors import UnsupportedError
 from torpor.rl.backends.base import Score
-from torpor.rl.backends.megatron import MegatronBackend
+from torpor.rl.backends.megatron import GptBackend, MegatronBackend
 from torpor.rl.config import MegatronConfig, OptimizerConfig
 from torpor.rl.packing import Group
 
@@ -73,7 +74,7 @@ def train(backend: MegatronBackend) -> tuple[float, float]:
     return backend.accumulate([GROUPS[:2], GROUPS[2:]], loss_of), backend.step(1e-3, 1.0)
 
 
-def digest(backend: MegatronBackend) -> dict[str, str]:
+def digest(backend: GptBackend) -> dict[str, str]:
     """Hashes of the exact bits of parameters, masters and moments."""
     found = {name: _hash(parameter) for name, parameter in backend.chunk.named_parameters()}
     for name, optimizer in backend.optimizers.items():
@@ -267,3 +268,44 @@ def test_a_critic_begins_at_zero_and_learns_asleep_between_steps() -> None:
             ends.append((losses, [value_T.cpu().tolist() for (value_T,) in critic.score([GROUPS])]))
     assert ends[0] == ends[1]
     assert ends[0][0][-1] < ends[0][0][0]
+
+
+@pytest.mark.parametrize("precision", ["blockwise", "delayed"])
+def test_actor_and_critic_sleep_in_turn(precision: str) -> None:
+    from torpor.rl.backends.megatron import MegatronCriticBackend
+
+    model = small_model()
+    ends = []
+    for sleeps in (False, True):
+        forget_scaling()
+        actor = small_backend(model, precision)
+        critic = MegatronCriticBackend(
+            model.config,
+            megatron=MegatronConfig(precision=precision, attention_backend="unfused"),
+            optimizer=OptimizerConfig(),
+            weights=model.named_parameters(),
+        )
+        with actor.open_sleeper() as actor_sleeper, critic.open_sleeper() as critic_sleeper:
+            losses = []
+            for _ in range(3):
+                if sleeps:
+                    actor_sleeper.sleep()
+                losses.append(critic.accumulate([GROUPS], lambda _, scores: ((scores[0][0] - 1) ** 2).mean()))
+                critic.step(1e-3, 1.0)
+                if sleeps:
+                    critic_sleeper.sleep()
+                    actor_sleeper.wake()
+                losses.append(train(actor))
+                if sleeps:
+                    critic_sleeper.wake(lazy=True)
+            ends.append((losses, digest(actor), digest(critic)))
+        del actor, critic
+        gc.collect()
+    assert ends[0] == ends[1]
+
+
+def forget_scaling() -> None:
+    """As in a new process: delayed scaling updates every module that ever ran in this one."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()

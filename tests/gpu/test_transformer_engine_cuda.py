@@ -150,6 +150,27 @@ def test_training_goes_on_bit_for_bit_wherever_it_slept(recipe: str) -> None:
         assert fates == {Fate.DROPPED} if not (in_the_middle and recipe == "delayed") else fates <= moved
 
 
+@pytest.mark.parametrize("in_the_pool", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_model_trains_while_another_sleeps(recipe: str, in_the_pool: bool) -> None:
+    ends = []
+    for sleeps in (False, True):
+        with pool() if in_the_pool else contextlib.nullcontext():
+            actor, critic = Training(recipe), Training(recipe)  # both before the first step: each forgets what ran
+            for training in (actor, critic):
+                training.step(0)
+        with actor.sleeper() as sleeper, critic.sleeper():
+            for step in range(1, 4):
+                if sleeps:
+                    sleeper.sleep()
+                critic.step(step)
+                if sleeps:
+                    sleeper.wake()
+                actor.step(step)
+        ends.append((actor.bits(), critic.bits()))
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_dropped_at_each_moment_is_what_the_formula_says(recipe: str) -> None:
     training = Training(recipe)

@@ -238,7 +238,7 @@ def test_megatrons_and_torchs_graphs_are_noticed_too(monkeypatch) -> None:
     assert {e.fate for e in _entries(_cached())} == {Fate.REBUILT, Fate.MOVED}
 
 
-def test_scaling_state_is_moved_with_the_buffers() -> None:
+def test_scaling_state_of_modules_that_never_ran_is_moved_with_the_buffers() -> None:
     net = te.Net(delayed=True)
     entries = take_inventory(Actor({"model": net}), standard_rules()).by_component()["buffers"]
     names = {entry.name for entry in entries}
@@ -246,6 +246,24 @@ def test_scaling_state_is_moved_with_the_buffers() -> None:
         f"model.{m}.fp8_meta.scaling_fwd.{a}" for m in ("first", "second") for a in ("scale", "amax_history")
     } <= names
     assert {entry.fate for entry in entries} == {Fate.MOVED}
+
+
+def test_what_the_steps_of_another_model_write_to_stays(state: SimpleNamespace) -> None:
+    nets = {name: te.Net(delayed=True) for name in ("actor", "critic")}
+    for net in nets.values():
+        for layer in (net.first, net.second):
+            layer.fp8_meta["scaling_fwd"].amax_history = torch.ones(1 << 16)
+    histories = [net.first.fp8_meta["scaling_fwd"].amax_history for net in nets.values()]
+    state.global_amax_history_buffer["forward"] = histories
+    state.global_amax_buffer["forward"] = [history[0] for history in histories]
+    with Sleeper(nets["actor"], store="pageable") as sleeper:
+        ledger = sleeper.sleep()
+        (kept,) = [row for row in ledger.rows if row.reason.startswith("TransformerEngine updates it")]
+        for history in histories:  # a step of the critic
+            history += 1
+        sleeper.wake()
+    assert (kept.fate, kept.storages, kept.nbytes) == (Fate.KEPT, 2, 2 * histories[0].nbytes)
+    assert all(torch.equal(history, torch.full_like(history, 2)) for history in histories)
 
 
 @pytest.mark.parametrize("valid", [True, False])
@@ -266,11 +284,22 @@ def test_primary_quantized_weights_are_state_and_an_invalid_transpose_is_dead(va
     assert all(torch.equal(part, before[name]) for name, part in inner_tensors(quantized))
 
 
-def test_what_stands_in_for_fused_gradients_is_never_copied(monkeypatch) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_stands_in_for_fused_gradients_is_never_copied(graphs: bool, monkeypatch) -> None:
     held = {(te.WIDTH, te.WIDTH, torch.float32): torch.ones(te.WIDTH, te.WIDTH)}
     monkeypatch.setattr(sys.modules["transformer_engine.pytorch.module.base"], "_dummy_wgrads", held, raising=False)
-    (entry,) = _entries(te.Net())
-    assert (entry.fate, entry.role, entry.nbytes) == (Fate.ZEROED, Role.WORKSPACE, 4 * te.WIDTH**2)
+    (entry,) = _entries(te.Net(), graphs_may_live=lambda: graphs)
+    assert (entry.role, entry.nbytes) == (Role.WORKSPACE, 4 * te.WIDTH**2)
+    assert entry.fate is (Fate.ZEROED if graphs else Fate.DROPPED)
+
+
+def test_another_model_makes_new_stand_ins_while_this_one_sleeps(monkeypatch) -> None:
+    held = {(te.WIDTH, te.WIDTH, torch.float32): torch.ones(te.WIDTH, te.WIDTH)}
+    monkeypatch.setattr(sys.modules["transformer_engine.pytorch.module.base"], "_dummy_wgrads", held, raising=False)
+    with Sleeper(te.Net(), store="pageable") as sleeper:
+        sleeper.sleep()
+        assert held == {}
+        sleeper.wake()
 
 
 def test_an_unknown_version_is_named_and_its_caches_are_moved() -> None:

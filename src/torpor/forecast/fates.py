@@ -175,7 +175,7 @@ class RankLedger:
                 yield Line("buffers", Role.BUFFER, Fate.MOVED, buffer.nbytes)
         gemms = sum(shard.count for shard in held if self.quantizes(shard))
         scaling = self.recipe.scaling_state_bytes(gemms)
-        yield Line("buffers", Role.BUFFER, Fate.MOVED, scaling, "scales and amax history: nothing rebuilds them")
+        yield Line("buffers", Role.BUFFER, Fate.KEPT, scaling, "scales and amax history: all models' steps update them")
 
     def optimizer_state(self, state: State) -> Iterator[Line]:
         """Masters and moments on the device: what a sleep cannot do without copying."""

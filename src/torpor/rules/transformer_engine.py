@@ -3,7 +3,8 @@
 A copy of a weight (`module._fp8_workspaces`) is a pure function of the weight and its quantizer, made anew by the
 next forward of a first microbatch: it is `dropped` through the module that owns it. Where a captured CUDA graph
 replays its address it is `rebuilt` in its place instead, if quantizing again changes no state, or moved.
-Primary quantized weights, and the `scale` and `amax_history` of delayed scaling, are state and are moved.
+Primary quantized weights are state and are moved. So are the `scale` and `amax_history` of delayed scaling until
+their module has run: from then on every step of any model in the process writes to them, and they are `kept`.
 
 The library is never imported here: a model that uses it has imported it.
 """
@@ -48,6 +49,7 @@ _NO_SOURCE = "its weight is not a parameter of the module under the same name, a
 _NOT_ITS_DATA = "its padding is not written by the quantizer, and a CUDA graph reads this address"
 _MID_STEP = "in the middle of a step: quantizing again would write its largest value to the amax history anew"
 _NEVER_READ = "nobody reads what it holds"
+_UPDATED_BY_ALL = "TransformerEngine updates it in the steps of all models of the process"
 _INVALID = "an invalid transpose: it is written anew before it is read"
 _DATA = frozenset({"_data", "_transpose", "_rowwise_data", "_columnwise_data"})
 """Inner tensors that the quantizer writes to the last byte; scales are padded."""
@@ -91,13 +93,13 @@ class TransformerEngineRule:
         modules = list(_te_modules(actor))
         if not modules:
             return
-        graphs = self._clear_workspaces and self._are_graphs_captured()
+        graphs = self._are_graphs_captured()
         for path, module in modules:
-            yield from self._workspaces(path, module, graphs)
+            yield from self._workspaces(path, module, self._clear_workspaces and graphs)
             yield from _scaling_state(path, module)
         yield from _quantized_parameters(actor)
         yield from _global_buffers()
-        yield from _stand_ins_of_gradients()
+        yield from _stand_ins_of_gradients(graphs)
 
     def _workspaces(self, path: str, module: nn.Module, graphs: bool) -> Iterator[Claim]:
         held = vars(module).get(_WORKSPACES)
@@ -256,22 +258,26 @@ def _scaling_state(path: str, module: nn.Module) -> Iterator[Claim]:
 
 
 def _global_buffers() -> Iterator[Claim]:
-    """What delayed scaling keeps for the whole process; mostly the modules' tensors once more."""
+    """What delayed scaling keeps for the whole process: the tensors of all modules that ran, of other models too."""
     state = _global_state()
     if state is None:
         return
     for key in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
         for name, leaf in leaves(f"transformer_engine.{key}", getattr(state, key)):
             if isinstance(leaf, torch.Tensor):
-                yield Claim(name, leaf, Role.BUFFER, "buffers")
+                yield Claim(name, leaf, Role.BUFFER, "buffers", Fate.KEPT, _UPDATED_BY_ALL)
 
 
-def _stand_ins_of_gradients() -> Iterator[Claim]:
-    """What autograd gets in place of a gradient that was added to its buffer by the matrix product itself."""
+def _stand_ins_of_gradients(graphs: bool) -> Iterator[Claim]:
+    """What autograd gets in place of a gradient that was added to its buffer by the matrix product itself.
+
+    One for each shape, for all models of the process: dropped, the next backward of any of them makes it anew.
+    """
     held = loaded(*_STAND_INS) or {}
+    fate, drop = (Fate.ZEROED, None) if graphs else (Fate.DROPPED, held.clear)
     for key, tensor in held.items():
         name = f"transformer_engine.{_STAND_INS[1]}[{key}]"
-        yield Claim(name, tensor, Role.WORKSPACE, "caches", Fate.ZEROED, _NEVER_READ, standing=Standing.DECLARED)
+        yield Claim(name, tensor, Role.WORKSPACE, "caches", fate, _NEVER_READ, drop=drop, standing=Standing.DECLARED)
 
 
 def _te_captured() -> bool:

@@ -100,9 +100,7 @@ class GptBackend(Backend):
         self._multiple = token_multiple(megatron)
         self._memory: Allocation = memory if memory is not None else partial(memory_pool, self.device)
         fill = None if weights is None else partial(self._fill, weights=dict(weights))
-        self._parts: Parts = build(
-            architecture, megatron, optimizer, self.device, self._memory, extend, fill, seed
-        )
+        self._parts: Parts = build(architecture, megatron, optimizer, self.device, self._memory, extend, fill, seed)
         self._parts.chunk.train()
         self.optimizers: Mapping[str, torch.optim.Optimizer]
         """Torch's optimizers inside Megatron-Core's, by name."""

@@ -28,6 +28,8 @@ _DELAYED = {
     "amax_history_bwd": ("scaling_bwd", "amax_history"),
 }
 """What delayed scaling knows from the past, and where a module's `fp8_meta` has it."""
+_FORWARD_SCALES_PER_GEMM = 3
+"""Of input, weight and output (TransformerEngine 2.20.2, `TransformerEngineBaseModule.set_meta_tensor`)."""
 
 
 def write_model(directory: Path, weights: dict[str, Tensor]) -> None:
@@ -178,6 +180,7 @@ def _restore_scaling(model: Any, saved: Mapping[str, Tensor]) -> None:
     for path, state in by_module.items():
         module: Any = model.get_submodule(path)
         module.fp8_meta["recipe"] = recipe
+        module.fp8_meta["num_gemms"] = state["scale_fwd"].numel() // _FORWARD_SCALES_PER_GEMM
         module.init_fp8_meta_tensors(recipe)
         for key, tensor in state.items():
             table, attribute = _DELAYED[key]
