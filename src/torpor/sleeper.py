@@ -34,18 +34,18 @@ from torpor.comms import COMPONENT, CommsMode, Groups
 from torpor.errors import GIB, AsleepError, ClosedError, UsageError
 from torpor.falling import STORED, Falling, Sleeping, drop_caches
 from torpor.guards import Guards
-from torpor.inventory import Entry, Inventory, collector_paused, take_inventory
+from torpor.inventory import Inventory, collector_paused
 from torpor.kinds import Fate, Role, State
 from torpor.ledger import Ledger, Row, Stopwatch, add_up
 from torpor.leftovers import find_leftovers
 from torpor.memory import open_backends
 from torpor.memory.account import Accountant, Addresses
-from torpor.memory.base import MemoryBackend, byte_view
+from torpor.memory.base import MemoryBackend
 from torpor.memory.gpu import GpuBackend
 from torpor.plan import Decision, Plan, choose_bytes, decide
 from torpor.reading import Reader
 from torpor.rebuilding import rebuilt_first
-from torpor.rules.base import Actor, Claim, Rule
+from torpor.rules.base import Actor, Rule
 from torpor.rules.derived import Derived
 from torpor.rules.fsdp import gathered_bytes, reshard
 from torpor.rules.megatron_optim import MegatronOptimizer, unwrapped
@@ -53,6 +53,7 @@ from torpor.rules.standard import standard_rules
 from torpor.shelf import Shelf
 from torpor.stores import open_store
 from torpor.stores.base import Store
+from torpor.strays import Owner
 from torpor.waking import wake_up
 
 Components = str | Iterable[str] | None
@@ -158,6 +159,7 @@ class Sleeper:
         self._store = open_store(store, store_dir)
         self._shelf = Shelf(self._store)
         self._undo = [rule.attach(self._actor) for rule in self._rules]
+        self._owner = Owner(self._actor, self._rules)
         self._guards = Guards(self._actor, self._on_use)
         self._lock = threading.RLock()
         self._asleep: dict[str, list[Sleeping]] = {}
@@ -276,6 +278,7 @@ class Sleeper:
             if self._comms.is_asleep:  # no rank can connect by itself
                 self._wake([], 0.0, "close()", self._comms)
             self._closed = True
+            self._owner.leave()
             self._guards.disarm()
             for undo in reversed(self._undo):
                 undo()
@@ -562,12 +565,7 @@ class Sleeper:
         return Plan(choose_bytes(plan.decisions, need_bytes), plan.known)
 
     def _inventory(self) -> Inventory:
-        """What the rules know, and what only a backend sees: live memory of its own that nobody claimed."""
-        inventory = take_inventory(self._actor, self._rules)
-        known = [storage for entry in inventory.entries for storage in entry.storages]
-        for backend in self._every_backend():
-            inventory.entries += [_stray(storage) for storage in backend.strays(known)]
-        return inventory
+        return self._owner.inventory(self._every_backend())
 
     def _graphs_may_live(self) -> bool:
         return any(backend.graphs_may_live() for backend in self._every_backend())
@@ -725,25 +723,6 @@ class Sleeper:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this sleeper was closed; make a new one")
-
-
-def _stray(storage: torch.UntypedStorage) -> Entry:
-    """The entry of memory that some tensor out of sight owns: moved by address, never lost."""
-    name = f"block of {storage.nbytes()} bytes at {storage.data_ptr():#x}"
-    claim = Claim(name, byte_view(storage), Role.OTHER, "other")
-    return Entry(
-        storage=storage,
-        nbytes=storage.nbytes(),
-        device=storage.device,
-        address=storage.data_ptr(),
-        role=claim.role,
-        component=claim.component,
-        names=(name,),
-        claims=(claim,),
-        fate=Fate.MOVED,
-        reason="live in torpor.pool(), and no rule knows it",
-        storages=(storage,),
-    )
 
 
 def _later(chosen: Sequence[Sleeping]) -> list[Sleeping]:
