@@ -5,7 +5,7 @@ import sys
 from setuptools import Extension, setup
 
 # Optional: without a C compiler the package installs all the same. `torpor.memory.vmm` says what it lacks, and
-# `torpor.host_copies` copies one by one.
+# host memory is copied one by one.
 VMM = Extension(
     "torpor.memory._vmm",
     sources=["src/torpor/memory/_vmm.c"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,24 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torpor import host_copies
-from torpor.compiled import built_library
+from torpor.compiled import copy_library
 from torpor.host_copies import HostCopies
 
 SIZE = 4096
 
 
 @pytest.fixture(params=["compiled", "one by one"], autouse=True)
-def _way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
     """The second way is that of a package without the library."""
-    if request.param == "compiled" and built_library(Path(host_copies.__file__).parent, "_copy") is None:
+    if request.param == "compiled" and copy_library() is None:
         pytest.skip("installed without a C compiler")
-    host_copies._copier.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "one by one":
-            patch.setattr(host_copies, "built_library", lambda folder, name: None)
-        host_copies._copier()
+            patch.setattr(host_copies, "copy_library", lambda: None)
         yield
-    host_copies._copier.cache_clear()
 
 
 @given(st.lists(st.integers(0, 300), max_size=40), st.integers(0, 7))

@@ -7,13 +7,9 @@ more. Where the package was installed without a C compiler the copies are made o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+from array import array
 
-import numpy as np
-
-from torpor.compiled import built_library
+from torpor.compiled import copy_library
 
 #: Copies collected before they are made.
 _MOST = 1024
@@ -41,27 +37,14 @@ class HostCopies:
         """Make the copies that are left."""
         if self._rows:
             rows, self._rows, self._nbytes = self._rows, [], 0
-            _copier()(rows)
+            _copy(rows)
 
 
-@cache
-def _copier() -> Callable[[list[int]], None]:
-    path = built_library(Path(__file__).parent, "_copy")
-    return _one_by_one if path is None else _in_one_call(path)
-
-
-def _in_one_call(path: Path) -> Callable[[list[int]], None]:
-    function = ctypes.CDLL(str(path)).torpor_copy
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    function.restype = None
-
-    def copy(rows: list[int]) -> None:
-        table = np.array(rows, np.int64)
-        function(table.ctypes.data, len(rows) // 3)
-
-    return copy
-
-
-def _one_by_one(rows: list[int]) -> None:
-    for to, source, nbytes in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-        ctypes.memmove(to, source, nbytes)
+def _copy(rows: list[int]) -> None:
+    library = copy_library()
+    if library is None:
+        for to, source, nbytes in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+            ctypes.memmove(to, source, nbytes)
+    else:
+        table = array("q", rows)
+        library.torpor_copy(table.buffer_info()[0], len(rows) // 3)

@@ -1,9 +1,9 @@
 """Bytes between storages and a store: large blocks, a bounded ring, copies and I/O at the same time.
 
-A block store is fed from a ring of buffers. One worker for each buffer takes the next block, fills its buffer and
-writes it, or reads it and empties it, so that several requests are with the device while others are copied. Blocks
-are made as workers take them: pieces may come from a generator that is still computing. The first error ends the
-transfer, after every call in flight has ended, and is raised as it came.
+A block store is fed from a ring of buffers. One worker for each buffer takes the next batch of blocks, and for each of
+them fills its buffer and writes it, or reads it and empties it, so that several requests are with the device while
+others are copied. Batches are made as workers take them: pieces may come from a generator that is still computing. The
+first error ends the transfer, after every call in flight has ended, and is raised as it came.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torpor.errors import UsageError
 from torpor.host_copies import HostCopies
 from torpor.stores.base import AddressableStore, BlockStore, Slot, Store
+from torpor.stores.batch import Batch
 from torpor.stores.slots import up
 from torpor.transfer_cuda import load_to_cuda, save_from_cuda
 
@@ -44,24 +45,6 @@ class Moved:
 
     nbytes: int
     seconds: float
-
-
-class _Cut(NamedTuple):
-    """Part of a piece inside a block: bytes `[start, start + nbytes)` of the piece, at `at` in the block."""
-
-    home: torch.Tensor
-    start: int
-    nbytes: int
-    at: int
-
-
-@dataclass(slots=True)
-class _Block:
-    """An aligned stretch of the store, and what lies in it."""
-
-    offset: int
-    nbytes: int
-    cuts: list[_Cut]
 
 
 @dataclass(slots=True)
@@ -154,83 +137,71 @@ def _of_gpus(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool
 
 
 def _in_blocks(pieces: Iterable[Piece], store: BlockStore, *, to_store: bool) -> None:
-    """Copy block by block, as many at a time as the ring has buffers; each has one to itself."""
+    """Copy batch by batch, as many at a time as the ring has buffers; each has one to itself."""
     move = _write if to_store else _read
-    blocks = _blocks(pieces, store)
-    first = next(blocks, None)
-    if first is None:
+    batches = _batches(pieces, store)
+    ahead = list(islice(batches, 2))
+    if not ahead:
         return
     with store.ring_lock:
         buffers = store.buffers()
-        ahead = [first, *islice(blocks, len(buffers) - 1)]
-        queue = _Queue(chain(ahead, blocks))
-
-        def work(buffer: torch.Tensor) -> None:
-            with queue.ended_by_error():
-                for block in queue:
-                    move(block, buffer[: block.nbytes], store)
-
         if len(ahead) == 1:  # not worth a thread
-            work(buffers[0])
-        else:
-            with ThreadPoolExecutor(len(ahead), "torpor-transfer") as workers, queue.ended_by_error():
-                list(workers.map(work, buffers[: len(ahead)]))
+            move(ahead[0], buffers[0], store)
+            return
+        queue = _Queue(chain(ahead, batches))
+
+        def work(buffer: torch.Tensor, first: Batch) -> None:
+            with queue.ended_by_error():
+                for batch in chain([first], queue):
+                    move(batch, buffer, store)
+
+        with ThreadPoolExecutor(len(buffers), "torpor-transfer") as workers, queue.ended_by_error():
+            # each begins as soon as there is a batch for it
+            for worker in [workers.submit(work, *given) for given in zip(buffers, queue, strict=False)]:
+                worker.result()
 
 
 class _Queue:
-    """Blocks for several workers: each gets the next one that nobody has."""
+    """Batches for several workers: each gets the next one that nobody has."""
 
-    def __init__(self, blocks: Iterator[_Block]) -> None:
-        self._blocks = blocks
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
         self._lock = threading.Lock()
 
-    def __iter__(self) -> Iterator[_Block]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> _Block:
+    def __next__(self) -> Batch:
         with self._lock:
-            return next(self._blocks)
+            return next(self._batches)
 
     @contextmanager
     def ended_by_error(self) -> Iterator[None]:
-        """An error inside leaves no block for anybody."""
+        """An error inside leaves no batch for anybody."""
         try:
             yield
         except BaseException:
             with self._lock:
-                self._blocks = iter(())
+                self._batches = iter(())
             raise
 
 
-def _write(block: _Block, buffer: torch.Tensor, store: BlockStore) -> None:
-    _move(block.cuts, buffer, to_buffer=True)
-    store.write_block(block.offset, buffer)
+def _write(batch: Batch, buffer: torch.Tensor, store: BlockStore) -> None:
+    number = 0
+    while (number := store.write_blocks(batch, number, buffer)) < len(batch):
+        offset, nbytes = batch.block(number)
+        batch.gather(number, buffer)
+        store.write_block(offset, buffer[:nbytes])
+        number += 1
 
 
-def _read(block: _Block, buffer: torch.Tensor, store: BlockStore) -> None:
-    store.read_block(block.offset, buffer)
-    _move(block.cuts, buffer, to_buffer=False)
-
-
-def _move(cuts: Iterable[_Cut], buffer: torch.Tensor, *, to_buffer: bool) -> None:
-    """Copy the bytes of cuts into the buffer that holds their block, or out of it.
-
-    On the host not by `copy_`: above 32 KiB it starts a team of threads in each worker, which wait for each other in a
-    spin; with other work on the machine that made a transfer six times slower.
-    """
-    copies, begin = HostCopies(), buffer.data_ptr()
-    for home, start, nbytes, at in cuts:
-        if home.is_cpu:
-            there, here = home.data_ptr() + start, begin + at
-            to, source = (here, there) if to_buffer else (there, here)
-            copies.add(to, source, nbytes)
-        else:
-            outside, inside = home[start : start + nbytes], buffer[at : at + nbytes]
-            if to_buffer:
-                inside.copy_(outside)
-            else:
-                outside.copy_(inside)
-    copies.finish()
+def _read(batch: Batch, buffer: torch.Tensor, store: BlockStore) -> None:
+    number = 0
+    while (number := store.read_blocks(batch, number, buffer)) < len(batch):
+        offset, nbytes = batch.block(number)
+        store.read_block(offset, buffer[:nbytes])
+        batch.scatter(number, buffer)
+        number += 1
 
 
 def _whole(piece: Piece) -> torch.Tensor:
@@ -248,21 +219,25 @@ def _whole(piece: Piece) -> torch.Tensor:
     return home
 
 
-def _blocks(pieces: Iterable[Piece], store: BlockStore) -> Iterator[_Block]:
+def _batches(pieces: Iterable[Piece], store: BlockStore) -> Iterator[Batch]:
     """Pieces cut, and joined where their slots follow each other, into aligned blocks of at most one chunk."""
-    cuts: list[_Cut] = []
+    chunk_bytes, alignment_bytes, most = store.chunk_bytes, store.alignment_bytes, store.batch_blocks
+    batch = Batch()
     begin = end = 0
     for piece in pieces:
         home, slot, start = _whole(piece), piece.slot, 0
         while start < slot.nbytes:
-            if slot.offset + start != end or end - begin == store.chunk_bytes:
-                if cuts:
-                    yield _Block(begin, end - begin, cuts)
+            if slot.offset + start != end or end - begin == chunk_bytes:
+                if end > begin:
+                    batch.end_block(begin, end - begin)
+                if len(batch) == most:
+                    yield batch
+                    batch = Batch()
                 begin = end = slot.offset + start
-                cuts = []
-            nbytes = min(slot.nbytes - start, store.chunk_bytes - (end - begin))
-            cuts.append(_Cut(home, start, nbytes, end - begin))
-            end += up(nbytes, store.alignment_bytes)
+            nbytes = min(slot.nbytes - start, chunk_bytes - (end - begin))
+            batch.add_cut(end - begin, home, start, nbytes)
+            end += up(nbytes, alignment_bytes)
             start += nbytes
-    if cuts:
-        yield _Block(begin, end - begin, cuts)
+    if end > begin:
+        batch.end_block(begin, end - begin)
+        yield batch

@@ -19,13 +19,21 @@ import pytest
 import torch
 
 from contracts.store_contract import MIB, StoreContract, fetch, keep, open_files, same
+from torpor.compiled import copy_library
 from torpor.errors import ClosedError, StoreError, StoreFullError, UnsafeStoreError, UsageError
 from torpor.memory import kernel
+from torpor.stores import batch
 from torpor.stores.base import Slot
 from torpor.stores.file import FileStore
 from torpor.transfer import Piece, load, save
 
 _CHUNK = 64 * 1024
+
+
+@pytest.fixture
+def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package was installed without a C compiler."""
+    monkeypatch.setattr(batch, "copy_library", lambda: None)
 
 
 @contextmanager
@@ -61,6 +69,12 @@ class TestFileStoreWithSmallestRing(StoreContract):
         with file_size_limit(nbytes):
             yield store
         store.close()
+
+
+class TestFileStoreWithoutTheLibrary(TestFileStore):
+    @pytest.fixture(autouse=True)
+    def _one_by_one(self, block_by_block: None) -> None:
+        """Blocks go by calls of Python."""
 
 
 class BufferedFileStore(FileStore):
@@ -277,7 +291,7 @@ class FailingFileStore(FileStore):
 @pytest.mark.parametrize("at", range(1, 11))
 @pytest.mark.parametrize("direction", [save, load])
 def test_the_kth_failure_is_raised_once_and_leaves_no_thread(tmp_path: Path, direction: type, at: int) -> None:
-    store = FailingFileStore(tmp_path, chunk_bytes=_CHUNK)
+    store = FailingFileStore(tmp_path, chunk_bytes=_CHUNK, ring=4)
     slots = store.reserve([5 * _CHUNK, 5 * _CHUNK])
     contents = keep(store, slots)
     pieces = [Piece(content.clone(), slot) for content, slot in zip(contents, slots, strict=True)]
@@ -294,6 +308,7 @@ def test_the_kth_failure_is_raised_once_and_leaves_no_thread(tmp_path: Path, dir
     store.close()
 
 
+@pytest.mark.usefixtures("block_by_block")
 def test_the_systems_read_error_comes_with_path_and_place(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = store.reserve([5000])
     keep(store, slots)
@@ -312,6 +327,7 @@ def test_the_systems_read_error_comes_with_path_and_place(store: FileStore, monk
         assert str(store.path) in str(caught.value)
 
 
+@pytest.mark.usefixtures("block_by_block")
 def test_short_writes_and_reads_go_on(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:4096], offset))
@@ -319,6 +335,32 @@ def test_short_writes_and_reads_go_on(store: FileStore, monkeypatch: pytest.Monk
     slots = store.reserve([100_000])
     contents = keep(store, slots)
     assert same(fetch(store, slots), contents)
+
+
+@pytest.mark.skipif(copy_library() is None, reason="installed without a C compiler")
+def test_blocks_do_not_go_through_python_where_the_library_is(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pwrite")
+    monkeypatch.delattr(os, "preadv")
+    slots = store.reserve([100, 3 * _CHUNK + 5, 20 * _CHUNK, 7])
+    contents = keep(store, slots)
+    assert same(fetch(store, slots), contents)
+
+
+@pytest.mark.parametrize("name", ["write_block", "read_block"])
+def test_who_replaces_a_method_is_asked(store: FileStore, name: str) -> None:
+    slots = store.reserve([10 * _CHUNK])
+    asked, original = [], getattr(store, name)
+
+    def instead(offset: int, block: torch.Tensor) -> None:
+        asked.append(offset)
+        original(offset, block)
+
+    setattr(store, name, instead)
+    contents = keep(store, slots)
+    assert same(fetch(store, slots), contents)
+    assert sorted(asked) == [i * _CHUNK for i in range(10)]
 
 
 def test_a_file_cut_short_is_an_error_not_data(store: FileStore) -> None:
@@ -446,7 +488,7 @@ def test_a_start_that_fails_leaks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_host_memory_it_takes_is_its_ring(store: FileStore) -> None:
     assert store.host_bytes == 0
     keep(store, store.reserve([5 * MIB]))
-    assert store.host_bytes == 4 * _CHUNK
+    assert store.host_bytes == 16 * _CHUNK
     ring = [buffer.data_ptr() for buffer in store.buffers()]
     keep(store, [Slot(0, 5 * MIB)])
     assert [buffer.data_ptr() for buffer in store.buffers()] == ring

@@ -15,6 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from torpor.stores.batch import Batch
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -93,6 +95,11 @@ class BlockStore(Store):
     chunk_bytes: int
     """The size of one ring buffer: the largest block of one call."""
 
+    @property
+    def batch_blocks(self) -> int:
+        """How many blocks `write_blocks` and `read_blocks` should be given at a time."""
+        return 1
+
     @abstractmethod
     def buffers(self) -> Sequence[torch.Tensor]:
         """The ring: page-aligned `uint8` tensors of shape `[chunk_bytes]`, the same ones each time."""
@@ -112,6 +119,18 @@ class BlockStore(Store):
         Raises:
             StoreError: the device refused or the file is too short.
         """
+
+    def write_blocks(self, batch: Batch, first: int, buffer: torch.Tensor) -> int:
+        """Gather and write blocks of a batch faster than one by one, from number `first` on, as many as that goes with.
+
+        Returns:
+            The number of the first block that was not written: for `write_block`, which says what is wrong with it.
+        """
+        return first
+
+    def read_blocks(self, batch: Batch, first: int, buffer: torch.Tensor) -> int:
+        """The way back, as `write_blocks`."""
+        return first
 
     @abstractmethod
     def sync(self) -> None:
