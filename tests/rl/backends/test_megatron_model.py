@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from torpor.errors import UnsupportedError, UsageError
+from torpor.rl.backends.megatron import MegatronBackend
 from torpor.rl.backends.megatron_model import (
     optimizer_uses_shards,
     require_shapes,
@@ -37,6 +39,13 @@ def test_shapes_that_a_precision_cannot_take(options: dict[str, Any], message: s
         require_shapes(SMOLLM2, settings(**options))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused_by_name() -> None:
+    options: dict[str, Any] = {"megatron": settings(), "optimizer": OptimizerConfig(), "temperature": 1.0}
+    with pytest.raises(UnsupportedError, match="backend = megatron needs an NVIDIA GPU"):
+        MegatronBackend(LlamaConfig(), **options, logit_chunk_tokens=8)
+
+
 def test_bf16_takes_any_shape() -> None:
     require_shapes(SMOLLM2, settings(transformer_impl="local"))
     assert token_multiple(settings()) == 1
@@ -45,7 +54,7 @@ def test_bf16_takes_any_shape() -> None:
 
 def test_the_stack_of_layers_is_not_cut() -> None:
     with pytest.raises(UnsupportedError, match="pipeline_model_parallel_size = 2"):
-        start_process_groups(settings(pipeline_model_parallel_size=2), torch.device("cpu"), 0)
+        start_process_groups(settings(pipeline_model_parallel_size=2), 0)
 
 
 def test_ranks_that_do_not_divide_the_model() -> None:

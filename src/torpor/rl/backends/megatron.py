@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torpor.errors import UsageError
+from torpor.errors import UnsupportedError, UsageError
+from torpor.memory.vmm import pool
 from torpor.rl.backends import megatron_checkpoint
 from torpor.rl.backends.base import Backend, LossOf, Score, World
 from torpor.rl.backends.fsdp import ProcessWorld
@@ -32,7 +33,6 @@ from torpor.rl.backends.megatron_model import (
     Allocation,
     Parts,
     build,
-    memory_pool,
     require_megatron,
     require_shapes,
     start_process_groups,
@@ -72,7 +72,7 @@ class GptBackend(Backend):
         memory: what model and optimizer are allocated in; None: `torpor.pool()`, on a GPU.
 
     Raises:
-        UnsupportedError: a missing package, or a model, precision or layout that cannot run.
+        UnsupportedError: no GPU, a missing package, or a model, precision or layout that cannot run.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class GptBackend(Backend):
         seed: int,
         memory: Allocation | None,
     ) -> None:
-        require_megatron()
         self.device = _device()
+        require_megatron()
         self._config = config
-        start_process_groups(megatron, self.device, seed)
+        start_process_groups(megatron, seed)
         require_shapes(architecture, megatron)
         self.world = _data_parallel_world()
         self._tensor_group = _tensor_parallel_group()
         fused_norms = megatron.transformer_impl == "transformer_engine"
         self._parameters = [*parameters_of(architecture, self._tensor_group.size(), fused_norms=fused_norms), *extra]
         self._multiple = token_multiple(megatron)
-        self._memory: Allocation = memory if memory is not None else partial(memory_pool, self.device)
+        self._memory: Allocation = memory if memory is not None else partial(pool, self.device)
         fill = None if weights is None else partial(self._fill, weights=dict(weights))
         self._parts: Parts = build(architecture, megatron, optimizer, self.device, self._memory, extend, fill, seed)
         self._parts.chunk.train()
@@ -138,7 +138,7 @@ class GptBackend(Backend):
         held = self._snapshots.setdefault(name, {})
         for key, parameter in self.chunk.named_parameters():
             if key not in held:
-                held[key] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=self.device.type == "cuda")
+                held[key] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=True)
             held[key].copy_(parameter.detach())
         self.snapshots = frozenset(self._snapshots)
 
@@ -398,9 +398,12 @@ class MegatronCriticBackend(GptBackend):
 
 
 def _device() -> torch.device:
-    """This rank's GPU, from now on the current one; the host without any."""
+    """This rank's GPU, from now on the current one."""
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        raise UnsupportedError(
+            "backend = megatron needs an NVIDIA GPU, and torch sees none here: Megatron-Core puts its buffers on one. "
+            "Choose backend = local or fsdp, which run on the CPU too"
+        )
     if "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return torch.device("cuda", torch.cuda.current_device())

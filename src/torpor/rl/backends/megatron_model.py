@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torpor.errors import UnsupportedError
-from torpor.memory.vmm import pool
 from torpor.rl.backends.megatron_weights import Architecture
 from torpor.rl.config import MegatronConfig, OptimizerConfig
 
@@ -70,15 +69,17 @@ def token_multiple(config: MegatronConfig) -> int:
 def require_megatron() -> None:
     """
     Raises:
-        UnsupportedError: Megatron-Core is not installed.
+        UnsupportedError: Megatron-Core, or a package that it needs, is not installed.
     """
     try:
         import megatron.core  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError("backend = megatron needs Megatron-Core: pip install megatron-core") from error
+        raise UnsupportedError(
+            f"backend = megatron needs Megatron-Core ({error}): pip install megatron-core"
+        ) from error
 
 
-def start_process_groups(config: MegatronConfig, device: torch.device, seed: int) -> None:
+def start_process_groups(config: MegatronConfig, seed: int) -> None:
     """Process groups and random number trackers, where nobody has made them yet.
 
     Without a launcher (no `RANK` in the environment) this process is alone.
@@ -92,10 +93,10 @@ def start_process_groups(config: MegatronConfig, device: torch.device, seed: int
             "stack of them; set it to 1 and raise tensor_model_parallel_size"
         )
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
-        _start_distributed(device)
+        _start_distributed()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             config.tensor_model_parallel_size,
@@ -103,18 +104,11 @@ def start_process_groups(config: MegatronConfig, device: torch.device, seed: int
             create_gloo_process_groups=dist.get_world_size() > 1,
         )
     if not get_cuda_rng_tracker().is_initialized():
-        _seed_trackers(device, seed)
-
-
-def _seed_trackers(device: torch.device, seed: int) -> None:
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    if device.type == "cuda":
         model_parallel_cuda_manual_seed(seed)
 
 
-def _start_distributed(device: torch.device) -> None:
-    names = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _start_distributed() -> None:
+    names = "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(names)
     else:
@@ -193,7 +187,9 @@ def build(
         UnsupportedError: TransformerEngine, or the package for the optimizer, is not installed.
     """
     if fill is None:
-        _seed_trackers(device, seed)
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(seed)
     with memory():
         model = _model(architecture, config, device, initialize=fill is None)
         extend(model.module)
@@ -203,13 +199,6 @@ def build(
         parts = Parts(chunk, _optimizer(chunk, config, optimizer))
     _connect(parts)
     return parts
-
-
-@contextmanager
-def memory_pool(device: torch.device) -> Iterator[None]:
-    """What is allocated inside can sleep with its address kept, on a GPU."""
-    with pool(device) if device.type == "cuda" else nullcontext():
-        yield
 
 
 def _model(architecture: Architecture, config: MegatronConfig, device: torch.device, *, initialize: bool) -> Any:
@@ -225,7 +214,7 @@ def _model(architecture: Architecture, config: MegatronConfig, device: torch.dev
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.has_qk_norm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=architecture.has_qk_norm, normalization="RMSNorm")
-    transformer = _transformer_config(architecture, config, device, initialize=initialize)
+    transformer = _transformer_config(architecture, config, initialize=initialize)
     model = GPTModel(
         transformer,
         spec,
@@ -245,14 +234,12 @@ def _require_transformer_engine() -> None:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            "transformer_impl = transformer_engine needs TransformerEngine: "
+            f"transformer_impl = transformer_engine needs TransformerEngine ({error}): "
             "pip install transformer-engine[pytorch], or set transformer_impl = local"
         ) from error
 
 
-def _transformer_config(
-    architecture: Architecture, config: MegatronConfig, device: torch.device, *, initialize: bool
-) -> Any:
+def _transformer_config(architecture: Architecture, config: MegatronConfig, *, initialize: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
@@ -284,7 +271,6 @@ def _transformer_config(
         attention_backend=AttnBackend[config.attention_backend],
         disable_parameter_transpose_cache=config.disable_parameter_transpose_cache,
         perform_initialization=initialize,
-        use_cpu_initialization=device.type == "cpu",
         # Losses are weighed by the whole batch already: gradients are summed over the ranks, not averaged.
         calculate_per_token_loss=True,
         **_RECIPES[config.precision].options,
