@@ -9,6 +9,7 @@ its own; the file is written anew after each. Bytes are bytes, seconds are wall-
     bits     12 steps with a sleep before each against 12 without, which run twice: losses, parameters, masters, moments
     bytes    copied and dropped by one sleep against the forecast of the same configuration
     caches   what the quantized copies of weights hold, at several moments, against the forecast
+    graphs   a captured layer asleep between its replays, its caches moved or quantized again, against one always awake
     times    sleep and wake of the warm actor; torch_memory_saver's pause and resume of the same actor
     loop     30 colocated steps of examples/megatron.toml: reward, and memory in use while the actor sleeps
 """
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+import captured_layer
 from torpor.fingerprint import fingerprints
 from torpor.forecast import (
     Forecast,
@@ -404,6 +406,8 @@ def cases(layers: int) -> dict[str, Callable[[], Json]]:
         found[f"bytes/{precision}"] = partial(count_bytes, layers, precision)
     for precision in ("blockwise", "current", "delayed"):
         found[f"caches/{precision}"] = partial(caches, 2, precision)
+    for precision in ("blockwise", "current", "delayed"):
+        found[f"graphs/{precision}"] = partial(captured_layer.replays, precision)
     found["times/blockwise/torpor"] = partial(times_torpor, layers, "blockwise")
     for drop in (False, True):
         for retain in (False, True):
@@ -493,7 +497,7 @@ def run_case(name: str, layers: int, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/megatron_actor.json"))
-    parser.add_argument("--parts", default="bits,bytes,caches,times,loop", help="parts, or whole names of cases")
+    parser.add_argument("--parts", default="bits,bytes,caches,graphs,times,loop", help="parts, or whole names of cases")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--case", help="run this one alone, in this process")
     arguments = parser.parse_args()
