@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection
-from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -32,7 +31,8 @@ def find_leftovers(known: Collection[int], device_types: Collection[str], min_by
     for tensor in _live_tensors():
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage.nbytes() >= min_bytes and storage.device.type in device_types:
+            # most are small or known: what is cheap to ask goes first
+            if storage.nbytes() >= min_bytes and storage._cdata not in known and storage.device.type in device_types:
                 found.setdefault(storage._cdata, tensor)
     largest_first = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
     holders = _holders(largest_first[:_MAX_NAMED], found)
@@ -43,10 +43,10 @@ def _live_tensors() -> list[torch.Tensor]:
     """Every tensor with a Python object, but for those that are made of others: these are looked at themselves.
 
     Found by type, not `isinstance`: that one asks proxies, which answer for what they wrap, and is slower. All objects
-    of the process pass, so nothing here is a loop in Python.
+    of the process pass; `compress` and `map` in place of this loop took twice as long.
     """
-    objects = gc.get_objects()
-    return list(compress(objects, map(_types_with_memory().__contains__, map(type, objects))))
+    kinds = _types_with_memory()
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def _types_with_memory() -> set[type]:
