@@ -16,8 +16,6 @@ killed at any moment leaves the checkpoint before it as it was. All ranks must s
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from torpor.durable import remove, sync
 from torpor.errors import RankError, StateError, UsageError
 from torpor.sleeper import Sleeper
 
@@ -301,7 +300,7 @@ def _clear(root: Path, partial: Path) -> str:
     """Remove what runs that died were writing."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f"{_PARTIAL}*"):
-        _remove(left)
+        remove(left, _PARTIAL)
     partial.mkdir()
     return partial.name
 
@@ -310,18 +309,18 @@ def _commit(root: Path, partial: Path, text: str, keep: int) -> str:
     """Everything is on the disk before the name is, and the name before `latest` has it. Returns the name."""
     _write(partial / _VALUES, text)
     for file in partial.iterdir():
-        _sync(file)
-    _sync(partial)
+        sync(file)
+    sync(partial)
     target = _free_name(root, partial.name.removeprefix(_PARTIAL))
     partial.rename(target)
-    _sync(root)
+    sync(root)
     pointer = root / f"{_PARTIAL}{_LATEST}"
     _write(pointer, target.name)
     pointer.rename(root / _LATEST)
-    _sync(root)
+    sync(root)
     by_age = sorted(root.glob(f"{_PREFIX}*"), key=lambda checkpoint: (checkpoint / _VALUES).stat().st_mtime_ns)
     for old in [checkpoint for checkpoint in by_age if checkpoint != target][: len(by_age) - max(keep, 1)]:
-        _remove(old)
+        remove(old, _PARTIAL)
     return target.name
 
 
@@ -333,28 +332,9 @@ def _free_name(root: Path, name: str) -> Path:
     return target
 
 
-def _remove(path: Path) -> None:
-    """In one piece at first: a directory that is half removed has no checkpoint's name."""
-    if path.is_dir():
-        doomed = path.parent / f"{_PARTIAL}doomed-{path.name.removeprefix(_PARTIAL)}"
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-    else:
-        path.unlink()
-
-
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file or a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
 
 
 def _to_json(values: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from torpor.durable import remove, sync
 from torpor.errors import UsageError
 
 _PREFIX, _PARTIAL = "step-", ".partial-"
@@ -37,14 +37,14 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, kee
     partial.mkdir(parents=True)
     write(partial)
     for file in partial.rglob("*"):
-        _sync(file)
-    _sync(partial)
+        sync(file)
+    sync(partial)
     if target.exists():  # a run that was resumed from an older checkpoint comes by again
-        shutil.rmtree(target)
+        remove(target, _PARTIAL)
     partial.rename(target)
-    _sync(root)
+    sync(root)
     for old in _checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
+        remove(old, _PARTIAL)
     return target
 
 
@@ -150,11 +150,3 @@ def _take_tensors(values: Mapping[str, Any], path: str, tensors: dict[str, Tenso
 
 def _checkpoints(root: Path) -> list[Path]:
     return sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
