@@ -6,8 +6,9 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 
@@ -22,11 +23,14 @@ from torpor.rebuilding import Resolve, make_ready
 from torpor.shelf import Place, Shelf, watch
 from torpor.stores.base import Slot, Store
 from torpor.transfer import Piece, load, save
+from torpor.transfer_cuda import SMALL_BYTES
 
 #: Fates whose bytes wait in the store.
 STORED = (Fate.MOVED, Fate.CLEAN)
 #: What a thread fingerprints ahead of the copy, at least: a stretch that the processor's cache still holds by then.
 _GROUP_BYTES = 4 * 1024**2
+#: The same for a GPU: it takes about a millisecond for what crosses its link in forty.
+_GPU_GROUP_BYTES = 2 * 1024**3
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +153,7 @@ class Falling:
         try:
             with self._agreed.stage("reserve"):
                 self._reserve(sleepers)
-            for batch in list(_batches(sleepers, batch_bytes)) or [[]]:
+            for batch in list(groups_of(_cheapest_first(sleepers), batch_bytes)) or [[]]:
                 with self._agreed.stage("copy"):
                     self._save(batch)
                 with self._agreed.stage("free"):
@@ -171,19 +175,19 @@ class Falling:
                 sleeping.place = place
 
     def _save(self, batch: Sequence[Sleeping]) -> None:
-        """Copy what changed. The fingerprints of host memory are taken on the way, a little ahead of the copy; a GPU
-        takes those of its own memory many times faster than its link copies.
+        """Copy what changed. Fingerprints are taken on the way, a little ahead of the copy: the seconds of the stage
+        `fingerprint` are those before the first copy, of all later ones the copies hide what they can.
         """
         on_host: list[Sleeping] = []
         on_gpus: list[Sleeping] = []
-        for sleeping in in_store_order(batch):
+        for sleeping in (*in_store_order(batch), *(s for s in batch if s.fate is Fate.REBUILT)):
             (on_host if sleeping.is_on_host else on_gpus).append(sleeping)
-        with self._stopwatch.stage("fingerprint"):
-            _take_digests([*on_gpus, *(sleeping for sleeping in batch if sleeping.fate is Fate.REBUILT)])
         changed: list[Sleeping] = []
+        with self._stopwatch.stage("fingerprint"):
+            of_gpus = _begun(_fingerprinted_by_gpus(on_gpus))
         with self._stopwatch.stage("copy"):
             of_host = self._pieces_to_copy(_fingerprinted(on_host), changed, see_zeros=True)
-            save(chain(self._pieces_to_copy(on_gpus, changed, see_zeros=False), of_host), self._store)
+            save(chain(self._pieces_to_copy(of_gpus, changed, see_zeros=False), of_host), self._store)
         for sleeping in changed:
             if sleeping.place is not None:
                 sleeping.place.digest = sleeping.digest
@@ -191,11 +195,12 @@ class Falling:
     def _pieces_to_copy(
         self, sleepers: Iterable[Sleeping], changed: list[Sleeping], see_zeros: bool
     ) -> Iterator[Piece]:
-        """Those that the store does not hold, also noted in `changed`; the others learn their fate."""
+        """Those that the store should hold and does not, also noted in `changed`; the others learn their fate."""
         for sleeping in sleepers:
             if sleeping.place is None:
-                raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
-            if sleeping.place.digest == sleeping.digest:
+                if sleeping.fate in STORED:
+                    raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
+            elif sleeping.place.digest == sleeping.digest:
                 sleeping.decision.fate = Fate.CLEAN
             elif see_zeros and sleeping.digest == fingerprint_of_zeros(sleeping.decision.entry.nbytes):
                 sleeping.decision.fate, sleeping.decision.reason = Fate.ZEROED, "all zero"
@@ -258,30 +263,76 @@ def by_backend(sleepers: Iterable[Sleeping]) -> list[tuple[MemoryBackend, list[S
     return list(groups.values())
 
 
-def _batches(sleepers: Sequence[Sleeping], batch_bytes: int) -> Iterator[list[Sleeping]]:
-    """What needs no copy first, so that memory is free at once; then batches of at least `batch_bytes`."""
-    batch: list[Sleeping] = []
+def is_large(sleeping: Sleeping) -> bool:
+    """Whether its copy takes long enough to do other things meanwhile."""
+    return sleeping.decision.entry.nbytes >= SMALL_BYTES
+
+
+def same_streams(sleepers: Iterable[Sleeping]) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which those streams are current on the GPUs of `sleepers` that are so now.
+
+    For what is made on a transfer's way: it may be asked for by another thread, whose streams are others.
+    """
+    devices = {sleeping.decision.entry.device for sleeping in sleepers if not sleeping.is_on_host}
+    streams = [torch.cuda.current_stream(device) for device in devices]
+
+    @contextmanager
+    def current() -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    return current
+
+
+def groups_of(sleepers: Iterable[Sleeping], group_bytes: int) -> Iterator[list[Sleeping]]:
+    """Groups of at least `group_bytes`, in order; the last may have less."""
+    group: list[Sleeping] = []
     nbytes = 0
-    for sleeping in sorted(sleepers, key=lambda s: s.fate in STORED):
-        batch.append(sleeping)
+    for sleeping in sleepers:
+        group.append(sleeping)
         nbytes += sleeping.decision.entry.nbytes
-        if nbytes >= batch_bytes:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+        if nbytes >= group_bytes:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _cheapest_first(sleepers: Iterable[Sleeping]) -> list[Sleeping]:
+    """What needs no copy first, so that its memory is free at once."""
+    return sorted(sleepers, key=lambda s: s.fate in STORED)
 
 
 def _fingerprinted(sleepers: Sequence[Sleeping]) -> Iterator[Sleeping]:
     """All of them, with their digests: a thread takes those of the next group while this one is copied."""
     with ThreadPoolExecutor(1, "torpor-fingerprint") as thread:
         coming: deque[Future[Sequence[Sleeping]]] = deque()
-        for group in _batches(sleepers, _GROUP_BYTES):
+        for group in groups_of(sleepers, _GROUP_BYTES):
             coming.append(thread.submit(_take_digests, group))
             if len(coming) > 1:
                 yield from coming.popleft().result()
         for last in coming:
             yield from last.result()
+
+
+def _fingerprinted_by_gpus(sleepers: Sequence[Sleeping]) -> Iterator[Sleeping]:
+    """All of them, with their digests: each group's are taken while the one before it, handed out, is copied. Those of
+    small storages come before everything: to keep the link busy with such takes the processor all its time.
+    """
+    here = same_streams(sleepers)
+    _take_digests([sleeping for sleeping in sleepers if not is_large(sleeping)])
+    for group in groups_of(sleepers, _GPU_GROUP_BYTES):
+        with here():
+            _take_digests([sleeping for sleeping in group if is_large(sleeping)])
+        yield from group
+
+
+def _begun(sleepers: Iterator[Sleeping]) -> Iterator[Sleeping]:
+    """The same, with all done already that the first one needs."""
+    first = list(islice(sleepers, 1))
+    return chain(first, sleepers)
 
 
 def _take_digests(sleepers: Sequence[Sleeping]) -> Sequence[Sleeping]:

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from torpor.fingerprint_reference import KEY0, KEY1, UNIT_BYTES, finish
+from torpor.fingerprint_reference import KEY0, KEY1, UNIT_BYTES, Words, finish
+from torpor.gather_cuda import launch
 
 #: Bytes that one program reads: long enough to hide its start, short enough to spread few blocks over a GPU.
 CHUNK_BYTES = 256 * 1024
@@ -29,8 +30,8 @@ _KEY1 = tl.constexpr(KEY1)
 def cuda_fingerprints(device: torch.device, blocks: Sequence[torch.Tensor]) -> list[bytes]:
     """Digests of contiguous 1-D `uint8` tensors on `device`, each of shape `[nbytes]`; waits for them.
 
-    Runs on the current stream of `device`. Blocks that begin on a multiple of 16 bytes, as all storages do,
-    are read at full speed, others more slowly.
+    Runs on the current stream of `device`, and waits for no copy to the host on another one. Blocks that begin on a
+    multiple of 16 bytes, as all storages do, are read at full speed, others more slowly.
     """
     num = len(blocks)
     begin = np.fromiter((block.data_ptr() for block in blocks), np.int64, num)
@@ -40,7 +41,17 @@ def cuda_fingerprints(device: torch.device, blocks: Sequence[torch.Tensor]) -> l
         sums = torch.zeros(num, 2, dtype=torch.uint64, device=device)
         if len(table):
             _add_chunks[(len(table),)](table, sums, TILE=_TILE_UNITS, num_warps=_NUM_WARPS)
-        return finish(sums.cpu().numpy(), nbytes)
+        return finish(_on_host(sums), nbytes)
+
+
+def _on_host(sums: torch.Tensor) -> Words:
+    """What `sums.cpu()` is, brought by a kernel: a copy would wait in line behind those of a transfer under way."""
+    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+    table = torch.tensor([[sums.data_ptr(), host.data_ptr(), sums.nbytes]], pin_memory=True)
+    launch(table)
+    torch.cuda.current_stream().synchronize()
+    words: Words = host.numpy()
+    return words
 
 
 def _chunks(begin: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -63,3 +63,19 @@ def test_blocks_of_cpu_and_gpu_mix():
     mixed = fingerprints([on_cpu, on_gpu, on_cpu])
     assert mixed[0] == mixed[2] == fingerprint(on_cpu)
     assert mixed[1] == reference_digest(on_cpu.numpy())
+
+
+@pytest.mark.exclusive
+def test_it_does_not_wait_for_copies_to_the_host():
+    device, host = random_bytes(2048 * MIB), torch.empty(2048 * MIB, dtype=torch.uint8, pin_memory=True)
+    blocks = [random_bytes(16 * MIB) for _ in range(4)]
+    expected = fingerprints(blocks)
+    torch.cuda.synchronize()
+    over, copying = torch.cuda.Event(), torch.cuda.Stream()
+    with torch.cuda.stream(copying):
+        for begin in range(0, len(host), 64 * MIB):
+            host[begin : begin + 64 * MIB].copy_(device[begin : begin + 64 * MIB], non_blocking=True)
+        over.record()
+    assert fingerprints(blocks) == expected
+    assert not over.query(), "some 40 ms of copies are over before a millisecond of fingerprints"
+    copying.synchronize()
