@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from torpor.agreement import Round
 from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
-from torpor.falling import Sleeping, by_backend, in_store_order
+from torpor.falling import STORED, Sleeping, by_backend, groups_of, in_store_order, is_large, same_streams
 from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
 from torpor.memory.base import MemoryBackend
 from torpor.rebuilding import Resolve, rebuilt_first
 from torpor.stores.base import Store
-from torpor.transfer import load
+from torpor.transfer import Piece, load
 
 #: Seconds between two looks at the free memory while waiting for room.
 _POLL_S = 0.02
+#: What is handed to a transfer before memory is taken for what needs no copy: as much as may be under way meanwhile.
+_COPIED_BYTES = 256 * 1024**2
+#: What of that memory is taken at a time: a driver needs less than a millisecond.
+_TAKEN_BYTES = 2 * 1024**3
+#: A transfer's buffers, several times.
+_SPARE_BYTES = 1024**3
 
 
 def wake_up(
@@ -46,16 +52,18 @@ def wake_up(
     """
     groups = by_backend(sleepers)
     with agreed.stage("room", extra_s=wait_s), stopwatch.stage("wait"):
-        _wait_for_room(groups, wait_s)
+        spare_bytes = _wait_for_room(groups, wait_s)
+    first, beside = _parted(sleepers, spare_bytes)
     try:
         with agreed.stage("restore"):
             with stopwatch.stage("restore"):
-                for backend, group in groups:
-                    backend.restore([sleeping.storage for sleeping in group])
+                _take_memory(first)
             with stopwatch.stage("copy"):
-                load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
+                pieces = (sleeping.piece() for sleeping in in_store_order(first))
+                load(_taking_memory(pieces, beside) if beside else pieces, store)
             with stopwatch.stage("rebuild"):
-                _remake(sleepers, resolve)
+                _zero(first)
+                _rebuild(sleepers, resolve)
             if verify:
                 with stopwatch.stage("verify"):
                     _verify(sleepers)
@@ -65,8 +73,8 @@ def wake_up(
         raise
 
 
-def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_s: float) -> None:
-    """Room on each device for what all backends together will take there."""
+def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_s: float) -> dict[torch.device, int]:
+    """Room on each device for what all backends together will take there; the bytes that are free beyond that."""
     deadline = time.monotonic() + wait_s
     needed: dict[torch.device, int] = {}
     judges: dict[torch.device, list[MemoryBackend]] = {}
@@ -75,6 +83,7 @@ def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_
             storages = [s.storage for s in group if s.decision.entry.device == device]
             needed[device] = needed.get(device, 0) + backend.needed_bytes(storages)
             judges.setdefault(device, []).append(backend)
+    spare_bytes: dict[torch.device, int] = {}
     for device, nbytes in needed.items():
         while (free := min(backend.free_bytes(device) for backend in judges[device])) < nbytes:
             if time.monotonic() >= deadline:
@@ -85,13 +94,67 @@ def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_
                     "Free memory there and wake again, or wait for it with wait_s=.",
                 )
             time.sleep(_POLL_S)
+        spare_bytes[device] = free - nbytes
+    return spare_bytes
 
 
-def _remake(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
-    """Zero what was dead; recompute what is derived, from sources that are awake or read from the store."""
+def _parted(
+    sleepers: Sequence[Sleeping], spare_bytes: Mapping[torch.device, int]
+) -> tuple[list[Sleeping], list[Sleeping]]:
+    """What gets its memory before anything is copied, and what may get it meanwhile: large storages of GPUs that no
+    copy fills, where a transfer's own buffers take none of the room for them.
+    """
+    roomy = {device for device, nbytes in spare_bytes.items() if device.type == "cuda" and nbytes >= _SPARE_BYTES}
+    if not roomy:
+        return list(sleepers), []
+    first: list[Sleeping] = []
+    beside: list[Sleeping] = []
+    for sleeping in sleepers:
+        may_wait = sleeping.fate not in STORED and is_large(sleeping) and sleeping.decision.entry.device in roomy
+        (beside if may_wait else first).append(sleeping)
+    return first, beside
+
+
+def _take_memory(sleepers: Sequence[Sleeping]) -> None:
+    for backend, group in by_backend(sleepers):
+        backend.restore([sleeping.storage for sleeping in group])
+
+
+def _taking_memory(pieces: Iterable[Piece], beside: Sequence[Sleeping]) -> Iterator[Piece]:
+    """The same pieces. Every now and then, while copies are under way, some of `beside` gets its memory, zeroed where
+    it was dead: on the streams of the caller, whoever takes the pieces.
+    """
+    here = same_streams(beside)
+    groups = groups_of(beside, _TAKEN_BYTES)
+
+    def take(group: Sequence[Sleeping]) -> None:
+        with here():
+            _take_memory(group)
+            _zero(group)
+
+    def passing() -> Iterator[Piece]:
+        nbytes = 0
+        for piece in pieces:
+            yield piece
+            nbytes += piece.slot.nbytes
+            if nbytes >= _COPIED_BYTES:
+                nbytes = 0
+                take(next(groups, []))
+        for group in groups:
+            take(group)
+
+    return passing()
+
+
+def _zero(sleepers: Sequence[Sleeping]) -> None:
+    """Fill what was dead, or all zero."""
     for sleeping in sleepers:
         if sleeping.fate is Fate.ZEROED:
             sleeping.bytes.zero_()
+
+
+def _rebuild(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
+    """Recompute what is derived, from sources that are awake or read from the store."""
     first = {id(s) for s in rebuilt_first(sleepers)}
     rebuilt = [s for s in sleepers if s.fate is Fate.REBUILT]
     for sleeping in sorted(rebuilt, key=lambda s: id(s) not in first):
@@ -115,6 +178,8 @@ def _verify(sleepers: Sequence[Sleeping]) -> None:
 
 def _fall_back(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]]) -> None:
     """Give back what this call took. The store still holds every byte."""
+    for device in {s.decision.entry.device for _, group in groups for s in group if not s.is_on_host}:
+        torch.cuda.synchronize(device)  # what is being zeroed or rebuilt is about to lose its memory
     for backend, group in groups:
         try:
             backend.release([sleeping.storage for sleeping in group])

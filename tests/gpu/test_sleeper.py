@@ -18,6 +18,7 @@ from torch import nn
 import torpor
 import zoo
 from gpu import DEVICE, GIB, MIB, PLACES, CapturedStep, bits, cycle, on_gpu, poison, same, used_bytes
+from torpor import falling, waking
 from torpor.errors import DriverError, NotEnoughMemoryError, StoreFullError
 from torpor.kinds import Fate, Role, State
 from torpor.ledger import TOLERANCE_BYTES
@@ -156,6 +157,40 @@ def test_a_zoo_of_storages_survives_poisoned_cycles():
     assert same([stray], [hidden])
     assert model.head.weight is model.emb.weight
     assert model.transposed.stride() == (1, 32)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("store", ["pinned", "file"])
+def test_fingerprints_and_dead_memory_beside_copies_on_a_stream_of_the_user(store, place):
+    falling._GPU_GROUP_BYTES = waking._COPIED_BYTES = waking._TAKEN_BYTES = 12 * MIB  # so that little has many groups
+    with PLACES[place]():
+        sizes = [4 * MIB, 4 * MIB, 1000, 4 * MIB, MIB, 5 * MIB]  # large and small ones
+        masters = [nn.Parameter(torch.randn(size, device=DEVICE)) for size in sizes]
+        weights = [master.detach().bfloat16() for master in masters]
+        for master in masters:
+            master.grad = torch.ones_like(master)
+        optimizer = torch.optim.AdamW(masters)
+    casts = [
+        torpor.derived(f"weight {i}", w, rebuild=lambda out, source: out.copy_(source), sources=[m])
+        for i, (w, m) in enumerate(zip(weights, masters, strict=True))
+    ]
+    sleeper = torpor.Sleeper(optimizer=optimizer, derived=casts, store=store, report_leftovers=False)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for lazy in (False, True, False, True):
+            optimizer.step()
+            torch._foreach_copy_(weights, [master.detach() for master in masters])
+            before = [bits(t) for t in (*masters, *weights)]
+            moments = [bits(state["exp_avg"]) for state in optimizer.state.values()]
+            ledger = sleeper.sleep()
+            assert {Fate.MOVED, Fate.REBUILT, Fate.ZEROED} <= set(ledger.bytes_by_fate())
+            poison(0.2)
+            sleeper.wake(lazy=lazy)
+            assert all(not master.grad.any() for master in masters)
+            assert same(before, [*masters, *weights])
+            sleeper.finish()
+            assert same(moments, [state["exp_avg"] for state in optimizer.state.values()])
+            torch._foreach_add_([master.grad for master in masters], 1.0)
+    sleeper.close()
 
 
 @pytest.mark.exclusive
