@@ -5,13 +5,16 @@
 One table, and every number with machine, versions and date in `results/cpu.json`.
 
 Disk. `transfer.save` and `load` of 1 GiB against plain direct I/O: the same stretch of the same file, written or read
-by as many threads with as large requests, from and into a few buffers on huge pages that stay in the processor's cache,
-so that a plain run has no copy to make and no storage to find. Both end a write with one fdatasync. The two take turns
-every 128 MiB, each as often first as the other, because a virtual disk's host caches and throttles; a figure is the
-median over all turns of the seconds of plain over those of ours, one ratio for each turn. Padding between slots, of
-less than 4 KiB each, lies in that stretch too; how much of it there is stands beside. "Best plain" says how much faster
-plain I/O is with the best of 16 combinations of request size and number in flight. A load goes once into memory that
-is there, and once into memory that was given back, whose pages the kernel brings while the load goes on.
+from and into a few buffers on huge pages that stay in the processor's cache, so that a plain run has no copy to make
+and no storage to find. Of 16 combinations of request size and number in flight plain I/O has the one that was the
+fastest just before, in each direction; beside it stands how much faster that is than plain I/O with the size and number
+of ours. Both end a write with one fdatasync. The two take turns every 128 MiB, each as often first as the other,
+because a virtual disk's host caches and throttles; a figure is the median over all turns of the seconds of plain over
+those of ours, one ratio for each turn. Padding between slots, of less than 4 KiB each, lies in that stretch too; how
+much of it there is stands beside. A load goes once into memory that is there, and once into memory that was given back,
+whose pages the kernel brings while the load goes on. "Memory of that size" is plain I/O with 1 GiB of memory in place
+of its few buffers: nothing is copied nor looked at there either, and what it loses is the price of memory that is not
+in a cache.
 
 Sleeper. The same through `sleep()` and `wake()`: the stage in which bytes are copied (on the way down fingerprints are
 taken in it, on the way back pages are brought) and the whole call. Whole calls cannot take turns as often, so these
@@ -42,10 +45,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -64,17 +68,16 @@ from torpor.transfer import Moved, Piece, load, save
 RESULT = Path(__file__).parent / "results" / "cpu.json"
 #: `transfer.save` or `transfer.load`.
 Mover: TypeAlias = Callable[[list[Piece], FileStore], Moved]
-#: `PlainDirect.write` or `read` of a stretch of the file.
-Plainly: TypeAlias = Callable[[int, int], float]
 #: Seconds of ours and of plain I/O, for each turn.
 Pairs: TypeAlias = list[tuple[float, float]]
 #: `os.pwritev` or `os.preadv`.
 PlainMove: TypeAlias = Callable[[int, list[memoryview], int], int]
 
-MIB, GIB = 1024**2, 1024**3
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
 MANY = 20_000
-LARGEST_BLOCK_BYTES = 8 * MIB
-MOST_FLIGHTS = 8
+#: What plain I/O tries: bytes of a request, requests in flight.
+WAYS_BYTES = (512 * KIB, MIB, 2 * MIB, 4 * MIB)
+WAYS_FLIGHTS = (2, 4, 8, 16)
 SEGMENT_BYTES = 128 * MIB
 WARM_UP_CYCLES = 10
 #: What other processes may take of the processors while a round counts as quiet.
@@ -114,43 +117,83 @@ class Figure:
         return f"{self.group:<12} {self.name:<54} {self.value:>10.3f} {self.unit:<8} {bar:<8} {self.verdict}".rstrip()
 
 
+class Way(NamedTuple):
+    """How plain I/O goes. Example: `Way(1048576, 4)`."""
+
+    block_bytes: int
+    flights: int
+
+    def __str__(self) -> str:
+        return f"{self.block_bytes // KIB} KiB, {self.flights} in flight"
+
+
+class Kind(NamedTuple):
+    """What plain I/O does: with its few buffers, or straight with memory as large as the payload."""
+
+    writes: bool
+    straight: bool = False
+
+    def __str__(self) -> str:
+        where = "memory of that size" if self.straight else "few buffers"
+        return f"plain write from {where}" if self.writes else f"plain read into {where}"
+
+
 class PlainDirect:
     """Direct I/O on an open store's file, which loses its contents: large requests, several in flight, no copies."""
 
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, store: FileStore, rounds: int) -> None:
+        """Each kind tries every way so many times, before it is used first."""
         self._fd = os.open(store.path, os.O_RDWR | os.O_DIRECT)
-        self._block_bytes = store.chunk_bytes
-        self._flights = len(store.buffers())
-        self._buffers = huge_pages(LARGEST_BLOCK_BYTES, MOST_FLIGHTS)
-        for buffer in self._buffers:
+        buffers = huge_pages(max(WAYS_BYTES), max(WAYS_FLIGHTS))
+        for buffer in buffers:
             buffer.random_(0, 256)
-        self._views = [memoryview(cast(Buffer, buffer.numpy())) for buffer in self._buffers]
+        self._views = [memoryview(cast(Buffer, buffer.numpy())) for buffer in buffers]
+        self._payload_bytes = up(store.reserved_bytes, kernel.HUGE_PAGE_BYTES)
+        self._of_store = Way(store.chunk_bytes, len(store.buffers()))
+        self._rounds = rounds
+        self._ways: dict[Kind, Way] = {}
+        self.figures: list[Figure] = []
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def write(self, begin: int, end: int, block_bytes: int | None = None, flights: int | None = None) -> float:
-        """Seconds to write these bytes of the file; they are on the device then."""
-        return self._run(os.pwritev, True, range(begin, end, block_bytes or self._block_bytes), end, flights)
+    @cached_property
+    def _payload(self) -> memoryview:
+        return memoryview(cast(Buffer, huge_pages(self._payload_bytes)[0].fill_(1).numpy()))
 
-    def read(self, begin: int, end: int, block_bytes: int | None = None, flights: int | None = None) -> float:
-        """Seconds to read these bytes of the file."""
-        return self._run(os.preadv, False, range(begin, end, block_bytes or self._block_bytes), end, flights)
+    def run(self, kind: Kind, begin: int, end: int) -> float:
+        """Seconds to move these bytes of the file; what is written is on the device then."""
+        if kind not in self._ways:
+            self._ways[kind] = self._fastest(kind)
+        return self._run(kind, begin, end, self._ways[kind])
 
-    def _run(self, move: PlainMove, sync: bool, offsets: range, end: int, flights: int | None) -> float:
-        shared = iter(offsets)  # the interpreter's lock makes each step of it one thread's
+    def _fastest(self, kind: Kind) -> Way:
+        ways = list(dict.fromkeys([self._of_store, *(Way(*way) for way in product(WAYS_BYTES, WAYS_FLIGHTS))]))
+        seconds: dict[Way, list[float]] = {way: [] for way in ways}
+        for _ in range(self._rounds):
+            for way in ways:
+                seconds[way].append(self._run(kind, 0, SEGMENT_BYTES, way))
+        medians = {way: statistics.median(found) for way, found in seconds.items()}
+        best = min(medians, key=medians.__getitem__)
+        ratio = medians[self._of_store] / medians[best]
+        self.figures.append(Figure("disk", f"{kind}, {best}, of {self._of_store}", ratio, ""))
+        return best
+
+    def _run(self, kind: Kind, begin: int, end: int, way: Way) -> float:
+        shared = iter(range(begin, end, way.block_bytes))  # the interpreter's lock makes each step one thread's
+        move: PlainMove = os.pwritev if kind.writes else os.preadv
 
         def work(view: memoryview) -> None:
             for offset in shared:
-                nbytes = min(offsets.step, end - offset)
-                if move(self._fd, [view[:nbytes]], offset) != nbytes:
+                nbytes = min(way.block_bytes, end - offset)
+                part = self._payload[offset : offset + nbytes] if kind.straight else view[:nbytes]
+                if move(self._fd, [part], offset) != nbytes:
                     raise OSError(f"a short transfer at {offset}")
 
-        flights = flights or self._flights
         start = time.perf_counter()
-        with ThreadPoolExecutor(flights) as threads:
-            list(threads.map(work, self._views[:flights]))
-        if sync:
+        with ThreadPoolExecutor(way.flights) as threads:
+            list(threads.map(work, self._views[: way.flights]))
+        if kind.writes:
             os.fdatasync(self._fd)
         return time.perf_counter() - start
 
@@ -238,23 +281,23 @@ def transfers_of(count: int, directory: Path, nbytes: int, rounds: int) -> Itera
     slots = store.reserve([tensor.nbytes for tensor in tensors])
     pieces = [Piece(tensor, slot) for tensor, slot in zip(tensors, slots, strict=True)]
     save(pieces, store)  # the first time into blocks that were never written
-    plain, groups = PlainDirect(store), segments(pieces)
+    plain, groups = PlainDirect(store, rounds), segments(pieces)
 
-    def one(move: Mover, plainly: Plainly, given_back: bool, turn: int) -> Pairs:
+    def one(move: Mover, kind: Kind, given_back: bool, turn: int) -> Pairs:
         if given_back:
             backend.release(storages)
             backend.restore(storages)
         return [
-            in_turns(turn + k, partial(taken, move, group, store), partial(plainly, *stretch(group)))
+            in_turns(turn + k, partial(taken, move, group, store), partial(plain.run, kind, *stretch(group)))
             for k, group in enumerate(groups)
         ]
 
-    for way, move, plainly, given_back in (
-        (f"save of {count} storages", save, plain.write, False),
-        (f"load of {count} storages", load, plain.read, False),
-        (f"load of {count}, memory given back", load, plain.read, True),
+    for way, move, kind, given_back in (
+        (f"save of {count} storages", save, Kind(writes=True), False),
+        (f"load of {count} storages", load, Kind(writes=False), False),
+        (f"load of {count}, memory given back", load, Kind(writes=False), True),
     ):
-        pairs = [pair for turn in quietest(rounds, partial(one, move, plainly, given_back)) for pair in turn]
+        pairs = [pair for turn in quietest(rounds, partial(one, move, kind, given_back)) for pair in turn]
         rate = SEGMENT_BYTES / statistics.median(reference for _, reference in pairs)
         ratio = statistics.median(reference / ours for ours, reference in pairs)
         yield Figure("disk", f"plain direct I/O beside {way}", rate / 1e9, "GB/s")
@@ -262,25 +305,28 @@ def transfers_of(count: int, directory: Path, nbytes: int, rounds: int) -> Itera
     padding = 1 - sum(slot.nbytes for slot in slots) / store.reserved_bytes
     yield Figure("disk", f"padding of {count} storages", 100 * padding, "%")
     if count == 2:
-        yield from other_sizes(plain, rounds)
+        yield from straight(plain, store.reserved_bytes, rounds)
+    yield from plain.figures
     plain.close()
     store.close()
 
 
-def other_sizes(plain: PlainDirect, rounds: int) -> Iterator[Figure]:
-    """How much faster plain I/O is with other sizes and depths than with those it shares with ours."""
-    cases = [(size * MIB, flights) for size in (1, 2, 4, 8) for flights in (1, 2, 4, 8)]
-    for name, plainly in (("write", plain.write), ("read", plain.read)):
-        shared: list[float] = []
-        seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
-        for _ in range(rounds):
-            for size, flights in cases:
-                seconds[size, flights].append(plainly(0, SEGMENT_BYTES, size, flights))
-                shared.append(plainly(0, SEGMENT_BYTES))
-        medians = {case: statistics.median(found) for case, found in seconds.items()}
-        size, flights = min(medians, key=medians.__getitem__)
-        ratio = statistics.median(shared) / medians[size, flights]
-        yield Figure("disk", f"best plain {name} ({size // MIB} MiB, {flights} in flight), of plain", ratio, "")
+def straight(plain: PlainDirect, nbytes: int, rounds: int) -> Iterator[Figure]:
+    """What plain I/O reaches with the memory that the bytes come from or go to in place of its few buffers."""
+
+    def one(writes: bool, turn: int) -> Pairs:
+        return [
+            in_turns(
+                turn + k,
+                *(partial(plain.run, Kind(writes, way), begin, begin + SEGMENT_BYTES) for way in (True, False)),
+            )
+            for k, begin in enumerate(range(0, nbytes - SEGMENT_BYTES + 1, SEGMENT_BYTES))
+        ]
+
+    for writes in (True, False):
+        pairs = [pair for turn in quietest(rounds, partial(one, writes)) for pair in turn]
+        ratio = statistics.median(reference / seconds for seconds, reference in pairs)
+        yield Figure("disk", f"{Kind(writes, straight=True)}, of direct", ratio, "")
 
 
 def through_a_sleeper(directory: Path, nbytes: int, rounds: int) -> Iterator[Figure]:
@@ -296,19 +342,19 @@ def sleeper_of(count: int, directory: Path, nbytes: int, rounds: int) -> dict[st
     with Sleeper(extra={"params": tensors}, store=store, report_leftovers=False) as sleeper:
         with sleeper.asleep():  # the first sleep pays for the reservation
             pass
-        plain, end = PlainDirect(store), store.reserved_bytes
+        plain, end = PlainDirect(store, rounds), store.reserved_bytes
 
         def one(turn: int) -> dict[str, float]:
             torch._foreach_add_(tensors, 1)
-            write = plain.write(0, end) if turn % 2 else None
+            write = plain.run(Kind(writes=True), 0, end) if turn % 2 else None
             start = time.perf_counter()
             down = sleeper.sleep()
             slept = time.perf_counter()
-            read = plain.read(0, end) if turn % 2 else None
+            read = plain.run(Kind(writes=False), 0, end) if turn % 2 else None
             resumed = time.perf_counter()
             back = sleeper.wake()
             woken = time.perf_counter()
-            write, read = write or plain.write(0, end), read or plain.read(0, end)
+            write, read = write or plain.run(Kind(writes=True), 0, end), read or plain.run(Kind(writes=False), 0, end)
             return {
                 "copy of a sleep": write / down.stages["copy"],
                 "whole sleep": write / (slept - start),
