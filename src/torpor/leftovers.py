@@ -88,8 +88,16 @@ def _in_words(referrer: Any, tensor: torch.Tensor) -> str:
         code = referrer.f_code
         return "" if code.co_filename == __file__ else f"a local of {code.co_qualname}"
     if type(referrer) is dict:
-        return f"a dict with keys {sorted(map(str, list(referrer)[:3]))}"
+        return f"a dict with keys {sorted(map(_key_in_words, list(referrer)[:3]))}"
     if type(referrer) in (list, tuple, set):
         return f"a {type(referrer).__name__} of {len(referrer)}"
     attributes = [key for key, value in getattr(referrer, "__dict__", {}).items() if value is tensor]
     return ".".join([type(referrer).__module__, type(referrer).__qualname__, *attributes[:1]])
+
+
+def _key_in_words(key: object) -> str:
+    """Plain values as they are. What else a key says of itself may read memory that sleeps: a parameter does."""
+    plain = key if isinstance(key, tuple) else (key,)
+    if all(isinstance(part, str | int | float | torch.dtype | torch.device | None) for part in plain):
+        return str(key)
+    return f"a {type(key).__name__}"

@@ -174,7 +174,7 @@ def test_cuda_graphs_close_the_gate_of_the_caches(model: Model) -> None:
     recipe = Recipe(format=Format.FP8_BLOCKWISE)
     account = forecast(model, recipe=recipe, options=Options(cuda_graphs=True))
     assert fates(account, Role.QUANTIZED_CACHE) == {Fate.MOVED}
-    assert fates(account, Role.WORKSPACE) == {Fate.MOVED}
+    assert fates(account, Role.WORKSPACE) == {Fate.KEPT}
     assert fates(forecast(model, recipe=recipe), Role.QUANTIZED_CACHE) == {Fate.DROPPED}
 
 

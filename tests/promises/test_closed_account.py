@@ -118,6 +118,18 @@ def test_a_tensor_outside_every_component_is_named_with_its_holder(trained: Smal
     assert "stash" in found[0].holder
 
 
+def test_leftovers_are_named_without_reading_what_sleeps(sleeper: Sleeper) -> None:
+    class Key:
+        def __repr__(self) -> str:
+            raise AssertionError("a parameter's words are its values, and these may be away")
+
+    kept = {Key(): torch.ones(9100, 1024), (0, False): 1}
+    (found,) = [left for left in sleeper.sleep().leftovers if left.shape == (9100, 1024)]
+    assert "a Key" in found.holder
+    assert "(0, False)" in found.holder
+    assert len(kept) == 2
+
+
 def test_dropped_caches_are_freed_through_their_owner_before_anything_is_copied(tmp_path: Path) -> None:
     cache = {"rope": torch.ones(512, 1024)}
     events: list[str] = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -299,6 +300,25 @@ def test_another_model_makes_new_stand_ins_while_this_one_sleeps(monkeypatch) ->
     with Sleeper(te.Net(), store="pageable") as sleeper:
         sleeper.sleep()
         assert held == {}
+        sleeper.wake()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_scratch_is_dropped_through_the_function_that_makes_it(graphs: bool, monkeypatch) -> None:
+    @functools.cache
+    def get_cublas_workspace(device: int, ub: bool, grouped: bool) -> torch.Tensor | list[torch.Tensor]:
+        return [torch.ones(1 << 16), torch.ones(1 << 16)] if grouped else torch.ones(1 << 16)
+
+    module = ModuleType("transformer_engine.pytorch.cpp_extensions.gemm")
+    module.get_cublas_workspace = get_cublas_workspace
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    plain, several = get_cublas_workspace(0, False, False), get_cublas_workspace(0, False, True)
+    entries = _entries(te.Net(), graphs_may_live=lambda: graphs)
+    assert {e.address for e in entries} == {t.data_ptr() for t in (plain, *several)}
+    assert {(e.fate, e.role) for e in entries} == {(Fate.KEPT if graphs else Fate.DROPPED, Role.WORKSPACE)}
+    with Sleeper(te.Net(), store="pageable") as sleeper:
+        sleeper.sleep()
+        assert get_cublas_workspace.cache_info().currsize == 0
         sleeper.wake()
 
 

@@ -154,8 +154,8 @@ class RankLedger:
             if self.recipe.cache and not self.recipe.primary_weights:
                 nbytes = self._quantized_bytes(shard)
                 yield Line("caches", Role.QUANTIZED_CACHE, fate, nbytes, reason)
-        scratch = "cuBLAS scratch" if fate is Fate.DROPPED else reason
-        yield Line("caches", Role.WORKSPACE, fate, WORKSPACE_BYTES, scratch)
+        scratch = Fate.KEPT if self.options.drop_caches and self.options.cuda_graphs else fate
+        yield Line("caches", Role.WORKSPACE, scratch, WORKSPACE_BYTES, "cuBLAS scratch")
 
     def _cache_fate(self) -> tuple[Fate, str]:
         if not self.options.drop_caches:

@@ -11,6 +11,7 @@ The library is never imported here: a model that uses it has imported it.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ _GLOBAL_STATE = (
     ("transformer_engine.pytorch.fp8", "FP8GlobalStateManager"),
 )
 _STAND_INS = ("transformer_engine.pytorch.module.base", "_dummy_wgrads")
+_PRODUCTS = "transformer_engine.pytorch.cpp_extensions.gemm"
+_SCRATCH = ("get_cublas_workspace", "_get_grouped_cublas_workspace")
+"""Functions of `_PRODUCTS` that make scratch memory for matrix products once, and remember it."""
 _MEGATRON_GRAPHS = ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord")
 _WORKSPACES = "_fp8_workspaces"
 
@@ -50,6 +54,7 @@ _NOT_ITS_DATA = "its padding is not written by the quantizer, and a CUDA graph r
 _MID_STEP = "in the middle of a step: quantizing again would write its largest value to the amax history anew"
 _NEVER_READ = "nobody reads what it holds"
 _UPDATED_BY_ALL = "TransformerEngine updates it in the steps of all models of the process"
+_MADE_AGAIN = "scratch: made again by the next matrix product"
 _INVALID = "an invalid transpose: it is written anew before it is read"
 _DATA = frozenset({"_data", "_transpose", "_rowwise_data", "_columnwise_data"})
 """Inner tensors that the quantizer writes to the last byte; scales are padded."""
@@ -100,6 +105,7 @@ class TransformerEngineRule:
         yield from _quantized_parameters(actor)
         yield from _global_buffers()
         yield from _stand_ins_of_gradients(graphs)
+        yield from _scratch_of_products(_GRAPHS if graphs else "" if self._clear_workspaces else _OPTION_OFF)
 
     def _workspaces(self, path: str, module: nn.Module, graphs: bool) -> Iterator[Claim]:
         held = vars(module).get(_WORKSPACES)
@@ -278,6 +284,21 @@ def _stand_ins_of_gradients(graphs: bool) -> Iterator[Claim]:
     for key, tensor in held.items():
         name = f"transformer_engine.{_STAND_INS[1]}[{key}]"
         yield Claim(name, tensor, Role.WORKSPACE, "caches", fate, _NEVER_READ, drop=drop, standing=Standing.DECLARED)
+
+
+def _scratch_of_products(obstacle: str) -> Iterator[Claim]:
+    """What all models of the process multiply with: dropped, or kept for the reason given."""
+    for function_name in _SCRATCH:
+        function = loaded(_PRODUCTS, function_name)
+        if not hasattr(function, "cache_clear"):  # another version: nobody's memory, as far as the rules know
+            continue
+        fate, reason, drop = (
+            (Fate.KEPT, obstacle, None) if obstacle else (Fate.DROPPED, _MADE_AGAIN, function.cache_clear)
+        )
+        remembered = [held for held in gc.get_referents(function) if type(held) is dict]
+        for name, leaf in leaves(f"transformer_engine.{function_name}", remembered):
+            if isinstance(leaf, torch.Tensor):
+                yield Claim(name, leaf, Role.WORKSPACE, "caches", fate, reason, drop, standing=Standing.DECLARED)
 
 
 def _te_captured() -> bool:
