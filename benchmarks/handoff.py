@@ -91,9 +91,8 @@ class Actor:
         for gradient in self.gradients():
             gradient.fill_(0.01)
         self.optimizer.step()
-        if not self.is_lora:
-            for param, master in zip(self.params, self.masters, strict=False):  # FSDP2 has no copies
-                param.copy_(master)
+        for param, master in self.casts():
+            param.copy_(master)
         torch.cuda.synchronize()
 
     def forward(self) -> None:
@@ -107,6 +106,10 @@ class Actor:
 
     def gradients(self) -> list[torch.Tensor]:
         return [local(master.grad) for master in self.masters if master.grad is not None]
+
+    def casts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters that are a cast of a master, each with it."""
+        return [] if self.is_lora or not self.params else list(zip(self.params, self.masters, strict=True))
 
     def payload_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
@@ -180,13 +183,13 @@ class Torpor(Way):
 
         derived = [
             torpor.derived(f"bf16 {i}", p, rebuild=cast, sources=[m], component="params", role=Role.PARAM)
-            for i, (p, m) in enumerate(zip(actor.params, actor.masters, strict=True))
+            for i, (p, m) in enumerate(actor.casts())
         ]
         base = nn.ParameterList(nn.Parameter(p, requires_grad=False) for p in actor.params) if actor.is_lora else None
         self.sleeper = torpor.Sleeper(
             actor.model if base is None else base,
             optimizer=actor.optimizer,
-            derived=[] if actor.is_lora else derived,
+            derived=derived,
             memory="auto",
             store="pinned",
             report_leftovers=False,
@@ -615,10 +618,12 @@ def main() -> None:
     parser.add_argument("--residue-cycles", type=int, default=20)
     parser.add_argument("--link-bytes", type=int, default=8 * GIB)
     parser.add_argument("--small-storages", type=int, default=20_000)
+    parser.add_argument("--parts", help="some of link,adam,lora,fsdp,adam_slow: the others stay as the file has them")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs an NVIDIA GPU")
-    run = about_the_run() | {"params": options.params, "cycles": options.cycles}
+    run = {} if options.parts is None else json.loads(options.out.read_text(encoding="utf-8"))
+    run |= about_the_run() | {"params": options.params, "cycles": options.cycles}
     parts: dict[str, Callable[[], Json]] = {
         "link": lambda: links(options.link_bytes, options.small_storages, options.cycles),
         "adam": lambda: race("adam", FAST_GROUP, options.params, options.cycles, options.residue_cycles),
@@ -626,14 +631,14 @@ def main() -> None:
         "fsdp": lambda: race("fsdp", ("torpor", "saver_retained", "by_hand"), options.params, options.cycles),
         "adam_slow": lambda: race("adam", SLOW_GROUP, options.params, options.cycles),
     }
-    for name, measure in parts.items():
-        run[name] = measure()
+    for name in parts if options.parts is None else options.parts.split(","):
+        run[name] = parts[name]()
         if "adam" in run:
             found = figures(run["adam"], run["link"], run.get("lora"))
             run["figures"] = [asdict(figure) | {"verdict": figure.verdict} for figure in found]
         write(options.out, run)  # what is measured stays, whatever becomes of the rest
     titles = {"Adam": "adam", "Adam, other ways": "adam_slow", "LoRA": "lora", "FSDP2": "fsdp"}
-    print(table(found, {title: run[name] for title, name in titles.items()}))
+    print(table(found, {title: run[name] for title, name in titles.items() if name in run}))
 
 
 if __name__ == "__main__":
