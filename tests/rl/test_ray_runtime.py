@@ -252,6 +252,19 @@ def test_a_critic_takes_its_turn_on_the_same_bundles(tmp_path: Path) -> None:
     assert kinds.index(("critic", "sleep")) < kinds.index(("actor", "wake"))
 
 
+@pytest.mark.slow
+def test_a_penalty_in_the_reward_is_dealt_out_and_collected_in_order(tmp_path: Path) -> None:
+    algorithm = {"advantages": "gae", "kl_in": "reward", "kl_coefficient": 0.5, "normalize_std": False}
+    changes: dict[str, Any] = {"steps": 3, "algorithm": algorithm, "optimizer": {"learning_rate": 1e-2}}
+    local = run(config(tmp_path / "local", **changes))
+    for ranks in (1, 2):
+        steps = run(on_ray(tmp_path / f"{ranks}", ranks=ranks, engines=1, **changes))
+        for key in ("policy/kl_reward", "critic/loss", "policy/loss", "optimizer/grad_norm"):
+            found, expected = ([step[key] for step in taken if key in step] for taken in (steps, local))
+            assert found == (expected if ranks == 1 else pytest.approx(expected, rel=1e-3, abs=1e-5)), key
+    assert sum(abs(step.get("policy/kl_reward", 0.0)) for step in local) > 0
+
+
 def test_a_cluster_without_room_says_what_is_needed(tmp_path: Path) -> None:
     settings = on_ray(tmp_path / "run")
     settings = settings.model_copy(update={"ray": settings.ray.model_copy(update={"cpus": 64.0, "start_timeout_s": 1})})

@@ -387,11 +387,6 @@ def _runtime_clashes(config: RunConfig) -> Iterator[str]:
         yield "backend = fsdp and runtime = local clash: the ranks are processes of a cluster; set runtime = ray"
     if config.backend == "local" and ranks > 1:
         yield f"backend = local and ray.actor_ranks = {ranks} clash: several ranks need backend = fsdp"
-    if config.runtime == "ray" and config.algorithm.kl_in == "reward" and config.algorithm.advantages == "gae":
-        yield (
-            "runtime = ray and algorithm.kl_in = reward clash: what the reference says is not handed from rank to "
-            "rank; set kl_in = loss"
-        )
     if config.rollout.prompts_per_step % (ranks * config.algorithm.updates_per_rollout):
         yield (
             f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, ray.actor_ranks = {ranks} and "

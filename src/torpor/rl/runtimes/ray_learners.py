@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import ray
 from torch import Tensor
@@ -24,6 +24,8 @@ from torpor.rl.runtimes.ray_engines import EngineGroup
 
 if TYPE_CHECKING:
     from torpor.ledger import Ledger
+
+_T = TypeVar("_T")
 
 _BACKPRESSURE = 2
 """Buckets of weights that rank 0 makes ahead of their use."""
@@ -185,7 +187,10 @@ class ActorGroup(LearnerGroup):
         return self._trained(answers)
 
     def reference_gaps(self, batch: Batch) -> Sequence[Tensor]:
-        raise UnsupportedError("algorithm.kl_in = reward is not done on a Ray cluster; set kl_in = loss")
+        """See `Actor.reference_gaps`; every rank scores its share."""
+        answers = self._on_all("reference_gaps", ray.put(batch))
+        self._account({rank: ledgers for rank, (_, ledgers) in answers.items()})
+        return in_turn({rank: gaps for rank, (gaps, _) in answers.items()})
 
     def update_weights(self, engine: RolloutEngine) -> LoadReport:
         """Fill the engines with the weights as they are, from the stores of the ranks if they sleep.
@@ -213,13 +218,9 @@ class CriticGroup(LearnerGroup):
 
     def appraise(self, batch: Batch, gaps: Sequence[Tensor] | None = None) -> Appraisal:
         """`batch` with advantages; the ranks keep what they will train on."""
-        if gaps is not None:
-            raise UnsupportedError("algorithm.kl_in = reward is not done on a Ray cluster; set kl_in = loss")
-        answers = self._on_all("appraise", ray.put(batch))
+        answers = self._on_all("appraise", ray.put(batch), ray.put(gaps))
         self._account({rank: ledgers for rank, (_, ledgers) in answers.items()})
-        groups = list(batch.groups)
-        for rank, (share, _) in answers.items():
-            groups[rank :: len(answers)] = share.groups
+        groups = in_turn({rank: share.groups for rank, (share, _) in answers.items()})
         return Appraisal(Batch(tuple(groups), batch.weight_version), ())
 
     def train(self, appraisal: Appraisal, progress: Progress = lambda _: None) -> Metrics:
@@ -227,3 +228,11 @@ class CriticGroup(LearnerGroup):
         answers = self._on_all("train")
         progress(len(appraisal.batch.groups))
         return self._trained(answers)
+
+
+def in_turn(shares: Mapping[int, Sequence[_T]]) -> list[_T]:
+    """The shares of all ranks as one: groups were dealt out to the ranks in turn."""
+    whole: list[_T] = [item for share in shares.values() for item in share]
+    for rank, share in shares.items():
+        whole[rank :: len(shares)] = share
+    return whole

@@ -155,7 +155,12 @@ class LearnerWorker:
 
     def _share(self, batch: Batch) -> Batch:
         """What of `batch` this rank learns from."""
-        return Batch(batch.groups[self._rank :: self._world_size], batch.weight_version)
+        return Batch(batch.groups[self._of_this_rank], batch.weight_version)
+
+    @property
+    def _of_this_rank(self) -> slice:
+        """Which of the groups of a batch."""
+        return slice(self._rank, None, self._world_size)
 
     def _take_ledgers(self) -> list[Ledger]:
         taken = list(self._ledgers)
@@ -174,6 +179,10 @@ class ActorWorker(LearnerWorker):
     def train(self, batch: Batch) -> tuple[Metrics, list[Ledger]]:
         """Learn from this rank's share of `batch`."""
         return self._actor.train(self._share(batch)), self._take_ledgers()
+
+    def reference_gaps(self, batch: Batch) -> tuple[list[Tensor], list[Ledger]]:
+        """Of this rank's share of `batch`."""
+        return self._actor.reference_gaps(self._share(batch)), self._take_ledgers()
 
     def weights(self) -> Iterator[Bucket]:
         """Buckets of whole weights from rank 0, asleep or awake; the other ranks give theirs and yield nothing."""
@@ -197,9 +206,9 @@ class CriticWorker(LearnerWorker):
     def _build(self, model: PreTrainedModel) -> Critic:
         return build_critic(self._config, model, self._run, self._ledgers.append)
 
-    def appraise(self, batch: Batch) -> tuple[Batch, list[Ledger]]:
-        """This rank's share of `batch`, with advantages."""
-        self._appraisal = self._critic.appraise(self._share(batch))
+    def appraise(self, batch: Batch, gaps: Sequence[Tensor] | None) -> tuple[Batch, list[Ledger]]:
+        """This rank's share of `batch`, with advantages; `gaps` are of all groups."""
+        self._appraisal = self._critic.appraise(self._share(batch), gaps and gaps[self._of_this_rank])
         return self._appraisal.batch, self._take_ledgers()
 
     def train(self) -> tuple[Metrics, list[Ledger]]:
