@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -450,3 +451,24 @@ def test_adapters_are_a_component_and_their_frozen_base_is_clean_from_the_second
             assert set(_fates(ledger, "adapters")) == {Fate.KEPT}
             sleeper.wake()
         assert seen == [{Fate.MOVED}, {Fate.CLEAN}]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_scratch_of_the_process_is_dropped_unless_a_graph_has_its_address(captured: bool, monkeypatch) -> None:
+    held = {("mpu", torch.float32): torch.ones(1 << 16)}
+    monkeypatch.setitem(
+        sys.modules,
+        "megatron.core.parallel_state",
+        SimpleNamespace(_GLOBAL_MEMORY_BUFFER=SimpleNamespace(buffer=held)),
+    )
+    gathered = held["mpu", torch.float32][:10]  # saved by a forward, say: it lives on in whoever has it
+    training = Training()
+    rules = standard_rules(graphs_may_live=lambda: captured)
+    entries = take_inventory(Actor({"model": training.ddp}), rules).by_component()["caches"]
+    fate = Fate.KEPT if captured else Fate.DROPPED
+    assert [(e.fate, e.role, e.nbytes) for e in entries] == [(fate, Role.WORKSPACE, 4 << 16)]
+    with training.sleeper() as sleeper:
+        sleeper.sleep()
+        assert held == {}
+        assert gathered.eq(1).all()
+        sleeper.wake()

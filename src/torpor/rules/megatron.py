@@ -18,6 +18,7 @@ from torch import nn
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Rebuild, Standing
+from torpor.rules.captures import GRAPHS, are_graphs_captured
 from torpor.rules.loaded import loaded
 from torpor.rules.megatron_optim import (
     Piece,
@@ -34,6 +35,7 @@ _DDP = ("megatron.core.distributed.distributed_data_parallel", "DistributedDataP
 _FULL_GRAPH = ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper")
 _NEEDED = frozenset({"params", "param_data", "grad_data", "param_index_map", "buckets", "data_parallel_group"})
 """What a buffer has in the versions that are known here."""
+_SCRATCH = ("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER")
 _ADAPTER = re.compile(r"(^|[._])(lora|adapter)")
 """How the adapters of Megatron-Bridge and of its relatives are named."""
 
@@ -45,6 +47,7 @@ _ASKED_TO_KEEP = "dead_grads_after_step is off"
 _REPLAYED = "a CUDA graph of the whole iteration accumulates here unseen"
 _REGISTERED = "registered with NCCL by its address"
 _SHARED = "gathered parameters may wait in it: the parameter gather overlaps the next forward"
+_MADE_AGAIN = "scratch: made again by whoever needs it next"
 _REBUILT = "the rounded value of the fp32 masters"
 
 _Pieces: TypeAlias = Mapping[int, Sequence[Piece]]
@@ -62,6 +65,7 @@ class MegatronRule:
         dead_grads_after_step: bool = True,
         rematerialize_params: bool = False,
         groups_sleep: bool = False,
+        graphs_may_live: Callable[[], bool] = lambda: False,
         steps: StepWatch | None = None,
     ) -> None:
         """
@@ -69,11 +73,13 @@ class MegatronRule:
             dead_grads_after_step: whether gradient buffers may be given up after a step.
             rematerialize_params: whether low-precision parameters are rebuilt from their masters.
             groups_sleep: whether process groups sleep too, so that no gather can be made at a wake.
+            graphs_may_live: whether torch may hold a captured graph.
             steps: a watch to share; one of its own if None.
         """
         self._dead_grads_after_step = dead_grads_after_step
         self._rematerialize_params = rematerialize_params
         self._groups_sleep = groups_sleep
+        self._graphs_may_live = graphs_may_live
         self._steps = steps or StepWatch()
         self._zero_when_attached = False
 
@@ -100,6 +106,20 @@ class MegatronRule:
             yield from master_claims(name, optimizer, names)
             yield from scaling_claims(name, optimizer)
             yield from offloaded_claims(name, optimizer)
+        if actor.wrappers or next(ddp_modules(actor), None) is not None:
+            yield from self._scratch()
+
+    def _scratch(self) -> Iterator[Claim]:
+        """What gathered activations and attention scores are put in, one buffer a name for the whole process."""
+        scratch = loaded(*_SCRATCH)
+        held = vars(scratch).get("buffer") if scratch is not None else None
+        if not isinstance(held, dict) or not held:
+            return
+        graphs = are_graphs_captured(self._graphs_may_live)
+        fate, reason, drop = (Fate.KEPT, GRAPHS, None) if graphs else (Fate.DROPPED, _MADE_AGAIN, held.clear)
+        for (name, dtype), tensor in held.items():
+            full_name = f"megatron.{name}.{dtype}"
+            yield Claim(full_name, tensor, Role.WORKSPACE, "caches", fate, reason, drop, standing=Standing.DECLARED)
 
     def _parameters(self, name: str, buffer: Any, names: Mapping[int, str], found: _Pieces) -> Iterator[Claim]:
         """The flat buffer that the parameters are views of, unless gradients share it."""

@@ -29,9 +29,9 @@ def standard_rules(
 
     Args:
         dead_grads_after_step: as for `TorchOptimRule` and `MegatronRule`.
-        clear_quantized_weight_workspaces, requantize_under_cuda_graphs, graphs_may_live: as for
-            `TransformerEngineRule`.
+        clear_quantized_weight_workspaces, requantize_under_cuda_graphs: as for `TransformerEngineRule`.
         rematerialize_param_from_master_weight, groups_sleep: as for `MegatronRule`.
+        graphs_may_live: as for both.
     """
     steps = StepWatch()
     return [
@@ -41,6 +41,7 @@ def standard_rules(
             dead_grads_after_step=dead_grads_after_step,
             rematerialize_params=rematerialize_param_from_master_weight,
             groups_sleep=groups_sleep,
+            graphs_may_live=graphs_may_live,
             steps=steps,
         ),
         TransformerEngineRule(

@@ -23,21 +23,17 @@ from torch import nn
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Gate, Rebuild, Standing
+from torpor.rules.captures import GRAPHS, are_graphs_captured, te_global_state
 from torpor.rules.loaded import loaded
 from torpor.rules.steps import StepWatch
 from torpor.rules.walk import leaves
 
 _MODULE = ("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
 _TENSOR = ("transformer_engine.pytorch.quantized_tensor", "QuantizedTensor")
-_GLOBAL_STATE = (
-    ("transformer_engine.pytorch.quantization", "FP8GlobalStateManager"),
-    ("transformer_engine.pytorch.fp8", "FP8GlobalStateManager"),
-)
 _STAND_INS = ("transformer_engine.pytorch.module.base", "_dummy_wgrads")
 _PRODUCTS = "transformer_engine.pytorch.cpp_extensions.gemm"
 _SCRATCH = ("get_cublas_workspace", "_get_grouped_cublas_workspace")
 """Functions of `_PRODUCTS` that make scratch memory for matrix products once, and remember it."""
-_MEGATRON_GRAPHS = ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord")
 _WORKSPACES = "_fp8_workspaces"
 
 _RERUNNABLE = frozenset({"Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer"})
@@ -47,7 +43,6 @@ _STATELESS_UNLESS_STOCHASTIC = "NVFP4Quantizer"
 _DROPPED = "quantized again by the next forward of a first microbatch"
 _IN_PLACE = "quantized again at wake, in its place: a CUDA graph reads this address"
 _OPTION_OFF = "clear_quantized_weight_workspaces is off"
-_GRAPHS = "a CUDA graph was captured: a replay reads the old address"
 _NOT_RERUNNABLE = "quantizing again would change the scaling state, and a CUDA graph reads this address"
 _NO_SOURCE = "its weight is not a parameter of the module under the same name, and a CUDA graph reads this address"
 _NOT_ITS_DATA = "its padding is not written by the quantizer, and a CUDA graph reads this address"
@@ -98,14 +93,14 @@ class TransformerEngineRule:
         modules = list(_te_modules(actor))
         if not modules:
             return
-        graphs = self._are_graphs_captured()
+        graphs = are_graphs_captured(self._graphs_may_live)
         for path, module in modules:
             yield from self._workspaces(path, module, self._clear_workspaces and graphs)
             yield from _scaling_state(path, module)
         yield from _quantized_parameters(actor)
         yield from _global_buffers()
         yield from _stand_ins_of_gradients(graphs)
-        yield from _scratch_of_products(_GRAPHS if graphs else "" if self._clear_workspaces else _OPTION_OFF)
+        yield from _scratch_of_products(GRAPHS if graphs else "" if self._clear_workspaces else _OPTION_OFF)
 
     def _workspaces(self, path: str, module: nn.Module, graphs: bool) -> Iterator[Claim]:
         held = vars(module).get(_WORKSPACES)
@@ -150,7 +145,7 @@ class TransformerEngineRule:
     def _rebuilds(self, workspace: Any, weight: torch.Tensor | None) -> dict[str, Rebuild] | str:
         """How to quantize again, by inner tensor; or why not."""
         if not self._requantize_under_graphs:
-            return _GRAPHS
+            return GRAPHS
         if not can_quantize_again(workspace):
             return _NOT_RERUNNABLE
         if weight is None:
@@ -159,9 +154,6 @@ class TransformerEngineRule:
         refresh = None if self._steps.in_a_step else partial(again.refresh, workspace)
         present = [attribute for attribute, _ in inner_tensors(workspace) if attribute in _DATA]
         return {name: Rebuild(partial(again.write, name), (weight,), refresh=refresh) for name in present}
-
-    def _are_graphs_captured(self) -> bool:
-        return _te_captured() or _megatron_captured() or self._graphs_may_live()
 
 
 def inner_tensors(quantized: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -265,7 +257,7 @@ def _scaling_state(path: str, module: nn.Module) -> Iterator[Claim]:
 
 def _global_buffers() -> Iterator[Claim]:
     """What delayed scaling keeps for the whole process: the tensors of all modules that ran, of other models too."""
-    state = _global_state()
+    state = te_global_state()
     if state is None:
         return
     for key in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
@@ -299,26 +291,6 @@ def _scratch_of_products(obstacle: str) -> Iterator[Claim]:
         for name, leaf in leaves(f"transformer_engine.{function_name}", remembered):
             if isinstance(leaf, torch.Tensor):
                 yield Claim(name, leaf, Role.WORKSPACE, "caches", fate, reason, drop, standing=Standing.DECLARED)
-
-
-def _te_captured() -> bool:
-    """Whether the flag exists by which a captured graph skips the quantization of its weights."""
-    state = _global_state()
-    return state is not None and state.skip_fp8_weight_update_tensor is not None
-
-
-def _megatron_captured() -> bool:
-    record = loaded(*_MEGATRON_GRAPHS)
-    return record is not None and bool(record.cudagraph_created)
-
-
-def _global_state() -> Any:
-    """The manager keeps its state in an instance, in older versions on the class itself."""
-    for place in _GLOBAL_STATE:
-        manager = loaded(*place)
-        if manager is not None:
-            return vars(manager).get("quantization_state", manager)
-    return None
 
 
 def _te_modules(actor: Actor) -> Iterator[tuple[str, nn.Module]]:
