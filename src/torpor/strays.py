@@ -33,11 +33,14 @@ class Owner:
 
     def inventory(self, backends: Iterable[MemoryBackend]) -> Inventory:
         """What the rules claim, and what only `backends` see that is no other sleeper's."""
-        found = take_inventory(self._actor, self._rules)
-        others = [other for other in list(_open) if other is not self]
-        known = [storage for inventory in (found, *map(Owner._claimed, others)) for storage in _storages(inventory)]
+        found = self._claimed()
+        known = _storages(found)
+        seeing = [backend for backend in backends if backend.strays(known)]
+        others = [other for other in list(_open) if other is not self] if seeing else []
+        for other in others:
+            known += _storages(other._claimed())
         fate, reason = (Fate.KEPT, _WHOSE) if others else (Fate.MOVED, _NOBODY_KNOWS_IT)
-        for backend in backends:
+        for backend in seeing:
             found.entries += [_entry(storage, fate, reason) for storage in backend.strays(known)]
         return found
 
