@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torpor.kinds import Fate, Role
+from torpor.kinds import Fate, Role, plain_members
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Rebuild:
     """`narrow(begin, end)` rebuilds those elements of `out` alone, for reading one of many tensors in it."""
 
 
+@plain_members
 class Standing(IntEnum):
     """How much the author of a claim knows, from the weakest to the strongest.
 

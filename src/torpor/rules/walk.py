@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torpor.kinds import Fate, Role
+from torpor.kinds import Fate, Role, plain_members
 from torpor.rules.base import Claim, Standing
 
 Spot: TypeAlias = tuple[str, torch.Tensor, str]
@@ -45,6 +45,7 @@ _COMPRESSED_PARTS = {
 }
 
 
+@plain_members
 class Place(IntEnum):
     """Where in a module a tensor hangs."""
 
