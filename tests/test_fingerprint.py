@@ -129,6 +129,12 @@ def test_many_blocks_at_once_are_as_one_by_one(parts):
     assert fingerprints(blocks) == [fingerprint(block) for block in blocks]
 
 
+def test_a_storage_has_the_fingerprint_of_its_bytes():
+    blocks = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in (0, 1, 1000)]
+    assert fingerprints([block.untyped_storage() for block in blocks]) == fingerprints(blocks)
+    assert fingerprints([blocks[2].untyped_storage(), blocks[1]]) == [fingerprint(blocks[2]), fingerprint(blocks[1])]
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 240, 241, 2**18 - 1, 2**18, 2**18 + 1, 2**20 + 7])
 def test_the_fingerprint_of_zeros_needs_no_zeros(nbytes):
     assert fingerprint_of_zeros(nbytes) == fingerprint(torch.zeros(nbytes, dtype=torch.uint8))

@@ -242,6 +242,20 @@ def test_homes_that_are_not_in_host_memory_are_copied_by_torch(tmp_path: Path) -
     store.close()
 
 
+def test_a_home_may_be_a_storage(tmp_path: Path) -> None:
+    sizes = [100, 3 * _CHUNK, 300]
+    stores = (Recording(64 * _CHUNK), FileStore(tmp_path), PageableStore())
+    for store in stores:
+        slots = lay(sizes) if isinstance(store, Recording) else store.reserve(sizes)
+        pieces = pieces_of(slots)
+        save([Piece(piece.home.untyped_storage(), piece.slot) for piece in pieces], store)
+        back = [torch.zeros_like(piece.home) for piece in pieces]
+        load([Piece(home.untyped_storage(), slot) for home, slot in zip(back, slots, strict=True)], store)
+        assert all(torch.equal(piece.home, home) for piece, home in zip(pieces, back, strict=True))
+    for opened in stores[1:]:
+        opened.close()
+
+
 def test_a_homeless_kind_of_store_is_refused() -> None:
     class Neither(Store):
         name = "neither"
@@ -262,11 +276,13 @@ def test_a_homeless_kind_of_store_is_refused() -> None:
         torch.zeros(_CHUNK + 1, dtype=torch.uint8),
         torch.zeros(2 * _CHUNK, dtype=torch.uint8)[::2],
         torch.zeros(_CHUNK, dtype=torch.int8),
+        torch.zeros(_CHUNK - 1, dtype=torch.uint8).untyped_storage(),
+        torch.zeros(_CHUNK + 1, dtype=torch.uint8).untyped_storage(),
     ],
-    ids=["short", "long", "strided", "signed"],
+    ids=["short", "long", "strided", "signed", "short storage", "long storage"],
 )
 @pytest.mark.parametrize("direction", [save, load])
-def test_a_home_that_does_not_fit_its_slot_is_refused(direction, home: torch.Tensor) -> None:
+def test_a_home_that_does_not_fit_its_slot_is_refused(direction, home: torch.UntypedStorage | torch.Tensor) -> None:
     blocks, memory = Recording(_CHUNK), PageableStore()
     for store, slot in ((blocks, Slot(0, _CHUNK)), (memory, memory.reserve([_CHUNK])[0])):
         with pytest.raises(UsageError, match=f"slot of {_CHUNK} bytes"):

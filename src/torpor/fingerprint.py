@@ -25,22 +25,25 @@ def fingerprint(block: torch.Tensor) -> Digest:
     return fingerprints([block])[0]
 
 
-def fingerprints(blocks: Sequence[torch.Tensor]) -> list[Digest]:
+def fingerprints(blocks: Sequence[torch.UntypedStorage | torch.Tensor]) -> list[Digest]:
     """One fingerprint for each block, computed where the block is; one launch for all blocks of a GPU.
 
     Args:
-        blocks: contiguous 1-D `uint8` tensors, each of shape `[nbytes]`, on the CPU or on CUDA.
+        blocks: storages in host memory, or contiguous 1-D `uint8` tensors, each of shape `[nbytes]`, on the CPU or
+            on CUDA.
 
     On the CPU this is XXH3-128 in canonical byte order (https://xxhash.com); on CUDA what
     `fingerprint_reference` defines, whose `reference_digest` gives the same for a host copy.
     """
-    if all(block.is_cpu for block in blocks):
-        return [_xxh3(block) for block in blocks]
-    devices = [block.device for block in blocks]
     digests: list[Digest] = [b""] * len(blocks)
-    for device in set(devices):
-        where = [i for i, other in enumerate(devices) if other == device]
-        for i, digest in zip(where, _on(device, [blocks[i] for i in where]), strict=True):
+    of_gpus: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for i, block in enumerate(blocks):
+        if isinstance(block, torch.Tensor) and block.is_cuda:
+            of_gpus.setdefault(block.device, {})[i] = block
+        else:
+            digests[i] = _xxh3(block)
+    for device, chosen in of_gpus.items():
+        for i, digest in zip(chosen, _by_gpu(device, list(chosen.values())), strict=True):
             digests[i] = digest
     return digests
 
@@ -59,16 +62,14 @@ def warm_up(device: torch.device) -> None:
     fingerprints([torch.zeros(64, dtype=torch.uint8, device=device)])
 
 
-def _on(device: torch.device, blocks: Sequence[torch.Tensor]) -> list[Digest]:
-    if device.type == "cuda":
-        from torpor.fingerprint_cuda import cuda_fingerprints  # imports Triton, which only a GPU needs
+def _by_gpu(device: torch.device, blocks: Sequence[torch.Tensor]) -> list[Digest]:
+    from torpor.fingerprint_cuda import cuda_fingerprints  # imports Triton, which only a GPU needs
 
-        return cuda_fingerprints(device, blocks)
-    return [_xxh3(block) for block in blocks]
+    return cuda_fingerprints(device, blocks)
 
 
-def _xxh3(block: torch.Tensor) -> Digest:
-    nbytes = block.numel()
+def _xxh3(block: torch.UntypedStorage | torch.Tensor) -> Digest:
+    nbytes = block.nbytes() if isinstance(block, torch.UntypedStorage) else block.numel()
     if nbytes == 0:
         return xxhash.xxh3_128_digest(b"")
     window = (ctypes.c_char * nbytes).from_address(block.data_ptr())

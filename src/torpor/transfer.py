@@ -31,11 +31,12 @@ class Piece(NamedTuple):
     """One storage's bytes and their place.
 
     Attributes:
-        home: `uint8` tensor of shape `[slot.nbytes]`, on any device.
+        home: a storage of `slot.nbytes` bytes in host memory, or a `uint8` tensor of shape `[slot.nbytes]` on any
+            device.
         slot: where they wait.
     """
 
-    home: torch.Tensor
+    home: torch.UntypedStorage | torch.Tensor
     slot: Slot
 
 
@@ -127,7 +128,7 @@ def _of_gpus(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool
     """Those on GPUs; the others are copied on the way."""
     copies = HostCopies()
     for piece in pieces:
-        if piece.home.is_cuda:
+        if isinstance(piece.home, torch.Tensor) and piece.home.is_cuda:
             yield piece
         else:
             home, slot = _whole(piece).data_ptr(), store.tensor(piece.slot).data_ptr()
@@ -204,14 +205,17 @@ def _read(batch: Batch, buffer: torch.Tensor, store: BlockStore) -> None:
         number += 1
 
 
-def _whole(piece: Piece) -> torch.Tensor:
+def _whole(piece: Piece) -> torch.UntypedStorage | torch.Tensor:
     """The home of a piece, if it has the bytes of its slot: copies look at addresses only.
 
     Raises:
-        UsageError: it is not one `uint8` for each byte of the slot, in one stretch.
+        UsageError: it is not one byte, or one `uint8`, for each byte of the slot, in one stretch.
     """
     home = piece.home
-    if home.dtype is not torch.uint8 or home.numel() != piece.slot.nbytes or not home.is_contiguous():
+    if isinstance(home, torch.UntypedStorage):
+        if home.nbytes() != piece.slot.nbytes:
+            raise UsageError(f"a storage of {home.nbytes()} bytes for a slot of {piece.slot.nbytes} bytes")
+    elif home.dtype is not torch.uint8 or home.numel() != piece.slot.nbytes or not home.is_contiguous():
         raise UsageError(
             f"a piece of {home.dtype}, shape {list(home.shape)}, strides {list(home.stride())} for a slot of "
             f"{piece.slot.nbytes} bytes: its home must be that many contiguous bytes, see byte_view()"

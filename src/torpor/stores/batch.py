@@ -25,16 +25,16 @@ class Batch:
         """For each block: its offset in the store, its bytes, and where in the table of cuts its own end."""
         self._cuts: list[int] = []
         """For each cut: where in its block it begins, its address, its bytes."""
-        self._homes: list[torch.Tensor] = []
+        self._homes: list[torch.UntypedStorage | torch.Tensor] = []
         self._on_gpus: dict[int, torch.Tensor] = {}
         """Cuts that are not in host memory, by their number."""
 
     def __len__(self) -> int:
         return len(self._blocks) // 3
 
-    def add_cut(self, at: int, home: torch.Tensor, start: int, nbytes: int) -> None:
+    def add_cut(self, at: int, home: torch.UntypedStorage | torch.Tensor, start: int, nbytes: int) -> None:
         """Bytes `[start, start + nbytes)` of a home lie `at` bytes from the beginning of the block to be ended next."""
-        if not home.is_cpu:
+        if isinstance(home, torch.Tensor) and not home.is_cpu:
             self._on_gpus[len(self._homes)] = home[start : start + nbytes]
         self._cuts += (at, home.data_ptr() + start, nbytes)
         self._homes.append(home)
