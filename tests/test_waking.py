@@ -55,7 +55,7 @@ class Machine:
             place = Place(lambda: False, self.store.reserve([nbytes])[0])
             self.store.tensor(place.slot).fill_(7)
         decision = SimpleNamespace(entry=entry, fate=fate, backend=self)
-        return Sleeping(cast(Any, decision), place, _bytes=home)
+        return Sleeping(cast(Any, decision), place, _home=home)
 
     def wake(self, sleepers: Sequence[Sleeping]) -> None:
         watch = Stopwatch()

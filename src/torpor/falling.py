@@ -43,14 +43,21 @@ class Sleeping:
     digest: Digest | None = None
     """What the bytes were; None where they are dead or never left."""
     copied_bytes: int = 0
-    _bytes: torch.Tensor | None = field(default=None, repr=False)
+    _home: torch.UntypedStorage | torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def home(self) -> torch.UntypedStorage | torch.Tensor:
+        """All bytes of the storage, for a copy or a fingerprint while its memory is there. On the host the storage
+        itself: a view takes longer to make than 1 KiB to copy."""
+        if self._home is None:
+            storage = self.decision.entry.storage
+            self._home = storage if self.is_on_host else byte_view(storage)
+        return self._home
 
     @property
     def bytes(self) -> torch.Tensor:
-        """All bytes of the storage, as `byte_view` gives them; to be read and written while its memory is there."""
-        if self._bytes is None:
-            self._bytes = byte_view(self.decision.entry.storage)
-        return self._bytes
+        """The same, as `byte_view` gives them; to be read and written."""
+        return self.home if isinstance(self.home, torch.Tensor) else byte_view(self.home)
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -61,10 +68,6 @@ class Sleeping:
     def fate(self) -> Fate:
         """What became of it."""
         return self.decision.fate
-
-    def row(self) -> Row:
-        """As a line of the ledger."""
-        return self.decision.row(self.copied_bytes)
 
     @property
     def is_on_host(self) -> bool:
@@ -80,7 +83,7 @@ class Sleeping:
 
     def piece(self) -> Piece:
         """Its bytes and their place in the store, for a copy in either direction."""
-        return Piece(self.bytes, self.slot)
+        return Piece(self.home, self.slot)
 
 
 def drop_caches(decisions: Iterable[Decision]) -> list[Row]:
@@ -336,7 +339,7 @@ def _begun(sleepers: Iterator[Sleeping]) -> Iterator[Sleeping]:
 
 
 def _take_digests(sleepers: Sequence[Sleeping]) -> Sequence[Sleeping]:
-    digests = fingerprints([sleeping.bytes for sleeping in sleepers])
+    digests = fingerprints([sleeping.home for sleeping in sleepers])
     for sleeping, digest in zip(sleepers, digests, strict=True):
         sleeping.digest = digest
     return sleepers

@@ -17,7 +17,7 @@ _MAX_LEFTOVERS = 8
 TOLERANCE_BYTES = 64 * 1024**2
 
 
-@dataclass(slots=True)  # frozen takes twice as long to make, and there is one for each storage at first
+@dataclass(slots=True)
 class Row:
     """Storages of one component, role, fate and reason, added up.
 
@@ -228,17 +228,33 @@ def _table(rows: Iterable[Row], kind: str) -> Iterator[str]:
 
 def add_up(rows: Iterable[Row]) -> list[Row]:
     """Rows of one component, role, fate and reason in one row, in the order of first appearance."""
-    sums: dict[tuple[str, Role, Fate, str], list[int]] = {}
+    sums = Sums()
     for row in rows:
-        total = sums.setdefault((row.component, row.role, row.fate, row.reason), [0, 0, 0, 0])
-        total[0] += row.storages
-        total[1] += row.nbytes
-        total[2] += row.copied_bytes
-        total[3] += row.freed_bytes
-    return [
-        Row(component, role, fate, storages, nbytes, copied_bytes, freed_bytes, reason)
-        for (component, role, fate, reason), (storages, nbytes, copied_bytes, freed_bytes) in sums.items()
-    ]
+        total = sums.row(row.component, row.role, row.fate, row.reason)
+        total.storages += row.storages
+        total.nbytes += row.nbytes
+        total.copied_bytes += row.copied_bytes
+        total.freed_bytes += row.freed_bytes
+    return sums.rows()
+
+
+class Sums:
+    """Rows that are being added up: whoever has storages adds them without making a row of each."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, Role, Fate, str], Row] = {}
+
+    def row(self, component: str, role: Role, fate: Fate, reason: str) -> Row:
+        """The one row of these, to be added to."""
+        key = component, role, fate, reason
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = Row(component, role, fate, 0, 0, reason=reason)
+        return row
+
+    def rows(self) -> list[Row]:
+        """All of them, in the order of first appearance."""
+        return list(self._rows.values())
 
 
 class Stopwatch:

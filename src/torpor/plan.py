@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torpor.errors import GIB
 from torpor.inventory import Entry
 from torpor.kinds import Fate
-from torpor.ledger import Row, add_up, fates_in_words
+from torpor.ledger import Row, Sums, fates_in_words
 from torpor.memory.base import MemoryBackend
 
 #: Fates that give memory back without copying, cheapest first; `need_bytes=` takes them before any `moved`.
@@ -26,19 +26,22 @@ class Decision:
     """Who gives the memory back; None for `kept` and `dropped`."""
     releasable_bytes: int = 0
 
-    def row(self, copied_bytes: int = 0) -> Row:
-        """This decision as a line of the account."""
-        entry = self.entry
-        return Row(
-            entry.component,
-            entry.role,
-            self.fate,
-            1,
-            entry.nbytes,
-            copied_bytes,
-            self.releasable_bytes,
-            self.reason,
-        )
+    def row(self) -> Row:
+        """This decision as a line of the account, with nothing copied."""
+        return add_up_decisions([(self, 0)])[0]
+
+
+def add_up_decisions(decisions: Iterable[tuple[Decision, int]]) -> list[Row]:
+    """Decisions, each with the bytes that were copied, as lines of the account."""
+    sums = Sums()
+    for decision, copied_bytes in decisions:
+        entry = decision.entry
+        row = sums.row(entry.component, entry.role, decision.fate, decision.reason)
+        row.storages += 1
+        row.nbytes += entry.nbytes
+        row.copied_bytes += copied_bytes
+        row.freed_bytes += decision.releasable_bytes
+    return sums.rows()
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class Plan:
 
     def table(self) -> str:
         """The plan for a person. `moved` bytes turn `clean` where the store holds the same, `zeroed` if all are 0."""
-        rows = add_up(decision.row() for decision in self.decisions)
+        rows = add_up_decisions((decision, 0) for decision in self.decisions)
         line = "{:<12} {:<15} {:<8} {:>8} {:>10} {:>10}  {}"
         head = line.format("component", "role", "fate", "storages", "GiB", "would free", "why")
         body = [

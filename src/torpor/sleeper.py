@@ -42,7 +42,7 @@ from torpor.memory import open_backends
 from torpor.memory.account import Accountant, Addresses
 from torpor.memory.base import MemoryBackend
 from torpor.memory.gpu import GpuBackend
-from torpor.plan import Decision, Plan, choose_bytes, decide
+from torpor.plan import Decision, Plan, add_up_decisions, choose_bytes, decide
 from torpor.reading import Reader
 from torpor.rebuilding import rebuilt_first
 from torpor.rules.base import Actor, Rule
@@ -467,7 +467,7 @@ class Sleeper:
             sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed, rest_comms)
             self._note_partial(names, need_bytes is not None or only is not None)
             with watch.stage("account"):
-                self._close_ledger(ledger, [*rows, *(s.row() for s in sleepers)], watch)
+                self._close_ledger(ledger, [*rows, *_rows(sleepers)], watch)
             return ledger
 
     def _fall(
@@ -532,7 +532,7 @@ class Sleeper:
             for sleeping in sleepers:
                 sleeping.copied_bytes = sleeping.place.slot.nbytes if sleeping.place is not None else 0
             with watch.stage("account"):
-                self._close_ledger(ledger, [*(s.row() for s in sleepers), *rows], watch)
+                self._close_ledger(ledger, [*_rows(sleepers), *rows], watch)
             return ledger
 
     def _plan(self, names: _Names, need_bytes: int | None, only: Collection[int] | None = None) -> Plan:
@@ -723,6 +723,10 @@ class Sleeper:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this sleeper was closed; make a new one")
+
+
+def _rows(sleepers: Iterable[Sleeping]) -> list[Row]:
+    return add_up_decisions((sleeping.decision, sleeping.copied_bytes) for sleeping in sleepers)
 
 
 def _later(chosen: Sequence[Sleeping]) -> list[Sleeping]:

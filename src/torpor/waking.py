@@ -166,7 +166,7 @@ def _rebuild(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
 
 def _verify(sleepers: Sequence[Sleeping]) -> None:
     known = [sleeping for sleeping in sleepers if sleeping.digest is not None]
-    digests = fingerprints([sleeping.bytes for sleeping in known])
+    digests = fingerprints([sleeping.home for sleeping in known])
     damaged = [
         sleeping.decision.entry.name
         for sleeping, digest in zip(known, digests, strict=True)
