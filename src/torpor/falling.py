@@ -17,7 +17,7 @@ from torpor.errors import TorporError
 from torpor.fingerprint import Digest, fingerprint_of_zeros, fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Row, Stopwatch
-from torpor.memory.base import MemoryBackend, byte_view
+from torpor.memory.base import HOST, MemoryBackend, byte_view
 from torpor.plan import Decision
 from torpor.rebuilding import Resolve, make_ready
 from torpor.shelf import Place, Shelf, watch
@@ -72,7 +72,7 @@ class Sleeping:
     @property
     def is_on_host(self) -> bool:
         """Whether its memory is the host's."""
-        return self.decision.entry.device.type == "cpu"
+        return self.decision.entry.device == HOST
 
     @property
     def slot(self) -> Slot:
@@ -172,8 +172,9 @@ class Falling:
         """Room for every storage that may have to be copied, before anything is freed."""
         with self._stopwatch.stage("reserve"):
             make_ready(sleepers, self._resolve, prove=self._prove_rebuilds)
-            stored = [s for s in sleepers if s.fate in STORED]
-            places, self._new_places = self._shelf.reserve([(s.storage, s.decision.entry.nbytes) for s in stored])
+            stored = [s for s in sleepers if s.decision.fate in STORED]
+            entries = [s.decision.entry for s in stored]
+            places, self._new_places = self._shelf.reserve([(entry.storage, entry.nbytes) for entry in entries])
             for sleeping, place in zip(stored, places, strict=True):
                 sleeping.place = place
 
@@ -183,7 +184,7 @@ class Falling:
         """
         on_host: list[Sleeping] = []
         on_gpus: list[Sleeping] = []
-        for sleeping in (*in_store_order(batch), *(s for s in batch if s.fate is Fate.REBUILT)):
+        for sleeping in (*in_store_order(batch), *(s for s in batch if s.decision.fate is Fate.REBUILT)):
             (on_host if sleeping.is_on_host else on_gpus).append(sleeping)
         changed: list[Sleeping] = []
         with self._stopwatch.stage("fingerprint"):
@@ -200,28 +201,29 @@ class Falling:
     ) -> Iterator[Piece]:
         """Those that the store should hold and does not, also noted in `changed`; the others learn their fate."""
         for sleeping in sleepers:
-            if sleeping.place is None:
-                if sleeping.fate in STORED:
-                    raise LookupError(f"no slot was reserved for {sleeping.decision.entry.name}")
-            elif sleeping.place.digest == sleeping.digest:
-                sleeping.decision.fate = Fate.CLEAN
-            elif see_zeros and sleeping.digest == fingerprint_of_zeros(sleeping.decision.entry.nbytes):
-                sleeping.decision.fate, sleeping.decision.reason = Fate.ZEROED, "all zero"
+            decision, place = sleeping.decision, sleeping.place
+            if place is None:
+                if decision.fate in STORED:
+                    raise LookupError(f"no slot was reserved for {decision.entry.name}")
+            elif place.digest == sleeping.digest:
+                decision.fate = Fate.CLEAN
+            elif see_zeros and sleeping.digest == fingerprint_of_zeros(place.slot.nbytes):
+                decision.fate, decision.reason = Fate.ZEROED, "all zero"
                 sleeping.place = None
             else:
-                sleeping.place.digest = None  # the slot is about to be overwritten
-                sleeping.copied_bytes = sleeping.decision.entry.nbytes
+                place.digest = None  # the slot is about to be overwritten
+                sleeping.copied_bytes = place.slot.nbytes
                 changed.append(sleeping)
-                yield sleeping.piece()
+                yield Piece(sleeping.home, place.slot)
 
     def _free(self, batch: Sequence[Sleeping]) -> int:
         """Give the memory back; what is dead goes last, because a roll-back cannot bring it back."""
         freed_bytes = 0
         with self._stopwatch.stage("free"):
-            groups = by_backend(sorted(batch, key=lambda s: s.fate is Fate.ZEROED))
+            groups = by_backend(sorted(batch, key=lambda s: s.decision.fate is Fate.ZEROED))
             for backend, sleepers in groups:
                 self._freed.extend(sleepers)
-                freed_bytes += backend.release([sleeping.storage for sleeping in sleepers])
+                freed_bytes += backend.release([sleeping.decision.entry.storage for sleeping in sleepers])
             for backend, _ in groups:
                 backend.settle()
         return freed_bytes
@@ -240,7 +242,7 @@ class Falling:
 def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
     """Memory and bytes of storages, from wherever they wait. Nothing is verified here."""
     for backend, group in by_backend(sleepers):
-        backend.restore([sleeping.storage for sleeping in group])
+        backend.restore([sleeping.decision.entry.storage for sleeping in group])
     load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
     for sleeping in sleepers:
         if sleeping.fate is Fate.ZEROED:
@@ -249,7 +251,7 @@ def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
 
 def in_store_order(sleepers: Iterable[Sleeping]) -> list[Sleeping]:
     """Those whose bytes wait in the store, by their slots: a copy joins what lies side by side."""
-    return sorted([s for s in sleepers if s.fate in STORED], key=_offset)
+    return sorted([s for s in sleepers if s.decision.fate in STORED], key=_offset)
 
 
 def _offset(sleeping: Sleeping) -> int:
@@ -262,7 +264,10 @@ def by_backend(sleepers: Iterable[Sleeping]) -> list[tuple[MemoryBackend, list[S
     for sleeping in sleepers:
         backend = sleeping.decision.backend
         if backend is not None:
-            groups.setdefault(id(backend), (backend, []))[1].append(sleeping)
+            group = groups.get(id(backend))
+            if group is None:
+                group = groups[id(backend)] = backend, []
+            group[1].append(sleeping)
     return list(groups.values())
 
 
@@ -305,7 +310,7 @@ def groups_of(sleepers: Iterable[Sleeping], group_bytes: int) -> Iterator[list[S
 
 def _cheapest_first(sleepers: Iterable[Sleeping]) -> list[Sleeping]:
     """What needs no copy first, so that its memory is free at once."""
-    return sorted(sleepers, key=lambda s: s.fate in STORED)
+    return sorted(sleepers, key=lambda s: s.decision.fate in STORED)
 
 
 def _fingerprinted(sleepers: Sequence[Sleeping]) -> Iterator[Sleeping]:

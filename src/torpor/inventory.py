@@ -184,38 +184,34 @@ def _collect(actor: Actor, rules: Sequence[Rule]) -> tuple[list[_Found], list[Cl
 def _pieces(found: Sequence[_Found]) -> list[_Piece]:
     """Storages that share at least one byte belong together. In the order of the first claim."""
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}
-    pieces: dict[int, _Piece] = {}
+    pieces: list[_Piece] = [[one] for one in found]
     for index, one in enumerate(found):
         if one.nbytes:
             spans.setdefault(one.storage.device, []).append((one.address, -one.nbytes, index))
-        else:
-            pieces[index] = [one]
     for on_device in spans.values():
         on_device.sort()
         end = first = 0
         for address, minus_nbytes, index in on_device:
             if address >= end:
-                first = index
-                pieces[index] = [found[index]]
+                first, end = index, address - minus_nbytes
             else:
-                pieces[first].append(found[index])
-            end = max(end, address - minus_nbytes)
-    return [piece for _, piece in sorted(pieces.items(), key=lambda item: item[0])]
+                pieces[first] += pieces[index]
+                pieces[index] = []
+                end = max(end, address - minus_nbytes)
+    return [piece for piece in pieces if piece]
 
 
 def _entry(piece: _Piece, gates: _Gates) -> Entry:
     first = piece[0]
-    if len(piece) == 1:
-        return _make_entry(first, first.nbytes, (first.storage,), _judge(first.claims, first, first.nbytes, gates))
-    nbytes = max(one.address + one.nbytes for one in piece) - first.address
-    claims, fate, reason = _judge([claim for one in piece for claim in one.claims], first, nbytes, gates)
+    found, nbytes = first.claims, first.nbytes
+    storages: tuple[torch.UntypedStorage, ...] = (first.storage,)
+    if len(piece) > 1:
+        found = [claim for one in piece for claim in one.claims]
+        nbytes = max(one.address + one.nbytes for one in piece) - first.address
+        storages = tuple(one.storage for one in piece)
+    claims, fate, reason = _judge(found, first, nbytes, gates)
     if nbytes > first.nbytes:
         fate, reason = Fate.KEPT, _overlap(piece)
-    return _make_entry(first, nbytes, tuple(one.storage for one in piece), (claims, fate, reason))
-
-
-def _make_entry(first: _Found, nbytes: int, storages: tuple[torch.UntypedStorage, ...], verdict: _Verdict) -> Entry:
-    claims, fate, reason = verdict
     strongest = claims[0]
     names = (strongest.name,) if len(claims) == 1 else tuple(dict.fromkeys([claim.name for claim in claims]))
     return Entry(
@@ -276,8 +272,10 @@ class _Gates:
 def _judge(found: list[Claim], at: _Found, nbytes: int, gates: _Gates) -> _Verdict:
     """Order the claims and find the most careful fate."""
     if _are_simply_moved(found):
-        claims = (found[0],) if len(found) == 1 else tuple(sorted(found, key=_strength))
-        return claims, Fate.MOVED, claims[0].reason or _first_reason(claims)
+        if len(found) == 1:
+            return (found[0],), Fate.MOVED, found[0].reason
+        claims = tuple(sorted(found, key=_strength))
+        return claims, Fate.MOVED, _first_reason(claims)
     claims, voters = _by_strength(found)
     for claim in claims:
         if claim.fate is Fate.KEPT:
@@ -383,7 +381,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _move_what_has_no_source(inventory: Inventory) -> None:
     """A rebuild needs sources that come back by copy, never left, or are rebuilt from such as do: one step, no more."""
-    for entry, reason in [(entry, _missing_source(inventory, entry)) for entry in inventory.entries]:
+    rebuilt = [entry for entry in inventory.entries if entry.fate is Fate.REBUILT]
+    for entry, reason in [(entry, _missing_source(inventory, entry)) for entry in rebuilt]:
         if reason:
             entry.fate, entry.reason = Fate.MOVED, reason
 

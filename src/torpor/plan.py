@@ -87,7 +87,9 @@ def decide(
         backends: memory backends by `torch.device.type`, the preferred one first.
         keep: components that were asked to stay.
     """
-    return Plan([_decide_one(entry, backends.get(entry.device.type, ()), keep) for entry in entries])
+    entries = list(entries)
+    on = {device: backends.get(device.type, ()) for device in {entry.device for entry in entries}}
+    return Plan([_decide_one(entry, on[entry.device], keep) for entry in entries])
 
 
 def _decide_one(entry: Entry, backends: Sequence[MemoryBackend], keep: Collection[str]) -> Decision:

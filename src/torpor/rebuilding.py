@@ -31,7 +31,7 @@ def make_ready(sleepers: Iterable[Sleeping], resolve: Resolve, *, prove: bool) -
         sleepers: those whose originals are about to be given up, all of them still there.
         resolve: for sources, which may be asleep already.
     """
-    rebuilt = [(s, s.decision.entry.rebuild) for s in sleepers if s.fate is Fate.REBUILT]
+    rebuilt = [(s, s.decision.entry.rebuild) for s in sleepers if s.decision.fate is Fate.REBUILT]
     refreshed: set[int] = set()
     for _, rebuild in rebuilt:
         if rebuild is not None and rebuild.refresh is not None and id(rebuild.refresh) not in refreshed:
@@ -66,7 +66,7 @@ def _gives_its_bits(entry: Entry, rebuild: Rebuild, resolve: Resolve) -> bool:
 
 def rebuilt_first(sleepers: Sequence[Sleeping]) -> list[Sleeping]:
     """What is rebuilt from nothing that is itself rebuilt in the same call, so that the rest finds it there."""
-    rebuilt = [s for s in sleepers if s.fate is Fate.REBUILT]
+    rebuilt = [s for s in sleepers if s.decision.fate is Fate.REBUILT]
     storages = {storage._cdata for s in rebuilt for storage in s.decision.entry.storages}
     return [s for s in rebuilt if storages.isdisjoint(_source_storages(s.decision.entry.rebuild))]
 

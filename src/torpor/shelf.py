@@ -53,16 +53,17 @@ class Shelf:
             StoreFullError: they do not fit. Nothing was reserved.
         """
         self.remove([key for key, place in self._places.items() if place.is_orphan()])
-        new = [(storage, nbytes) for storage, nbytes in storages if not self._fits(storage, nbytes)]
+        found = [self._places.get(storage._cdata) for storage, _ in storages]
+        new = [
+            (storage, nbytes)
+            for (storage, nbytes), place in zip(storages, found, strict=True)
+            if place is None or place.slot.nbytes != nbytes
+        ]
         self.remove([storage._cdata for storage, _ in new if storage._cdata in self._places])
         slots = self._store.reserve([nbytes for _, nbytes in new])
         for (storage, _), slot in zip(new, slots, strict=True):
             self._places[storage._cdata] = Place(watch(storage), slot)
         return [self._places[storage._cdata] for storage, _ in storages], [storage._cdata for storage, _ in new]
-
-    def _fits(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
-        place = self._places.get(storage._cdata)
-        return place is not None and place.slot.nbytes == nbytes
 
     def remove(self, keys: Iterable[int]) -> None:
         """Forget places and release their slots."""

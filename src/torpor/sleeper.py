@@ -515,7 +515,7 @@ class Sleeper:
             def use_comms() -> None:
                 rows.extend(comms.wake(agreed, watch) if comms is not None else ())
 
-            back = {id(s) for s in (*(s for s in sleepers if s.fate in STORED), *rebuilt_first(sleepers))}
+            back = {id(s) for s in sleepers if s.decision.fate in STORED} | {id(s) for s in rebuilt_first(sleepers)}
             wake_up(
                 sleepers,
                 self._store,
@@ -542,7 +542,8 @@ class Sleeper:
         self._require_known(names, inventory)
         self._devices = {entry.device for entry in inventory.entries}
         if self._report_leftovers:
-            self._known_on_gpus = frozenset(e.address for e in inventory.entries if e.device.type == "cuda")
+            gpus = self._gpus()
+            self._known_on_gpus = frozenset(e.address for e in inventory.entries if e.device in gpus)
         asleep = self._asleep_keys()
         entries = [
             entry
@@ -687,7 +688,8 @@ class Sleeper:
         if self._report_leftovers:
             comms_bytes = sum(row.freed_bytes for row in ledger.rows if row.component == COMPONENT)
             self._accountant.outside(-comms_bytes if ledger.kind == "sleep" else comms_bytes)
-            ledger.devices = self._accountant.accounts(self._gpus(), self._addresses())
+            gpus = self._gpus()
+            ledger.devices = self._accountant.accounts(gpus, self._addresses()) if gpus else []
 
     def _addresses(self) -> Addresses:
         """Where on GPUs storages are; one that sleeps without its address kept is nowhere."""
@@ -752,7 +754,7 @@ def _drain(decisions: Sequence[Decision]) -> None:
 
 
 def _gpus(decisions: Sequence[Decision]) -> set[torch.device]:
-    return {d.entry.device for d in decisions if d.entry.device.type == "cuda"}
+    return {device for device in {d.entry.device for d in decisions} if device.type == "cuda"}
 
 
 def _by_name(things: Any, kind: str) -> dict[str, Any]:

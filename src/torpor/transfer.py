@@ -229,19 +229,21 @@ def _batches(pieces: Iterable[Piece], store: BlockStore) -> Iterator[Batch]:
     batch = Batch()
     begin = end = 0
     for piece in pieces:
-        home, slot, start = _whole(piece), piece.slot, 0
-        while start < slot.nbytes:
-            if slot.offset + start != end or end - begin == chunk_bytes:
+        home, offset, left = _whole(piece), piece.slot.offset, piece.slot.nbytes
+        start = 0
+        while left:
+            if offset != end or end - begin == chunk_bytes:
                 if end > begin:
                     batch.end_block(begin, end - begin)
                 if len(batch) == most:
                     yield batch
                     batch = Batch()
-                begin = end = slot.offset + start
-            nbytes = min(slot.nbytes - start, chunk_bytes - (end - begin))
-            batch.add_cut(end - begin, home, start, nbytes)
+                begin = end = offset
+            at = end - begin
+            nbytes = left if at + left <= chunk_bytes else chunk_bytes - at
+            batch.add_cut(at, home, start, nbytes)
             end += up(nbytes, alignment_bytes)
-            start += nbytes
+            start, offset, left = start + nbytes, offset + nbytes, left - nbytes
     if end > begin:
         batch.end_block(begin, end - begin)
         yield batch

@@ -79,8 +79,7 @@ def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_
     needed: dict[torch.device, int] = {}
     judges: dict[torch.device, list[MemoryBackend]] = {}
     for backend, group in groups:
-        for device in {sleeping.decision.entry.device for sleeping in group}:
-            storages = [s.storage for s in group if s.decision.entry.device == device]
+        for device, storages in _by_device(group).items():
             needed[device] = needed.get(device, 0) + backend.needed_bytes(storages)
             judges.setdefault(device, []).append(backend)
     spare_bytes: dict[torch.device, int] = {}
@@ -96,6 +95,14 @@ def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_
             time.sleep(_POLL_S)
         spare_bytes[device] = free - nbytes
     return spare_bytes
+
+
+def _by_device(sleepers: Iterable[Sleeping]) -> dict[torch.device, list[torch.UntypedStorage]]:
+    storages: dict[torch.device, list[torch.UntypedStorage]] = {}
+    for sleeping in sleepers:
+        entry = sleeping.decision.entry
+        storages.setdefault(entry.device, []).append(entry.storage)
+    return storages
 
 
 def _parted(
@@ -117,7 +124,7 @@ def _parted(
 
 def _take_memory(sleepers: Sequence[Sleeping]) -> None:
     for backend, group in by_backend(sleepers):
-        backend.restore([sleeping.storage for sleeping in group])
+        backend.restore([sleeping.decision.entry.storage for sleeping in group])
 
 
 def _taking_memory(pieces: Iterable[Piece], beside: Sequence[Sleeping]) -> Iterator[Piece]:
@@ -149,14 +156,14 @@ def _taking_memory(pieces: Iterable[Piece], beside: Sequence[Sleeping]) -> Itera
 def _zero(sleepers: Sequence[Sleeping]) -> None:
     """Fill what was dead, or all zero."""
     for sleeping in sleepers:
-        if sleeping.fate is Fate.ZEROED:
+        if sleeping.decision.fate is Fate.ZEROED:
             sleeping.bytes.zero_()
 
 
 def _rebuild(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
     """Recompute what is derived, from sources that are awake or read from the store."""
-    first = {id(s) for s in rebuilt_first(sleepers)}
-    rebuilt = [s for s in sleepers if s.fate is Fate.REBUILT]
+    rebuilt = [s for s in sleepers if s.decision.fate is Fate.REBUILT]
+    first = {id(s) for s in rebuilt_first(rebuilt)}
     for sleeping in sorted(rebuilt, key=lambda s: id(s) not in first):
         rebuild = sleeping.decision.entry.rebuild
         if rebuild is not None:
@@ -182,6 +189,6 @@ def _fall_back(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]]) -> None:
         torch.cuda.synchronize(device)  # what is being zeroed or rebuilt is about to lose its memory
     for backend, group in groups:
         try:
-            backend.release([sleeping.storage for sleeping in group])
+            backend.release([sleeping.decision.entry.storage for sleeping in group])
         except TorporError:
             continue  # its memory stays taken; the bytes in the store decide at the next wake
