@@ -100,8 +100,7 @@ def _wait_for_room(groups: Sequence[tuple[MemoryBackend, list[Sleeping]]], wait_
 def _by_device(sleepers: Iterable[Sleeping]) -> dict[torch.device, list[torch.UntypedStorage]]:
     storages: dict[torch.device, list[torch.UntypedStorage]] = {}
     for sleeping in sleepers:
-        entry = sleeping.decision.entry
-        storages.setdefault(entry.device, []).append(entry.storage)
+        storages.setdefault(sleeping.decision.entry.device, []).append(sleeping.storage)
     return storages
 
 
