@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -17,22 +18,32 @@ MIN_BYTES = 1024**2
 _MAX_NAMED = 8
 
 
-def find_leftovers(known: Collection[int], device_types: Collection[str], min_bytes: int = MIN_BYTES) -> list[Leftover]:
-    """Live tensors whose storage is not in `known`, the largest first, one line a storage.
-
-    Args:
-        known: `UntypedStorage._cdata` of every storage in the account.
-        device_types: device types to look at.
-        min_bytes: storages smaller than this are passed over.
+def large_tensors(device_types: Collection[str]) -> list[ReferenceType[torch.Tensor]]:
+    """Live tensors on devices of those types whose storage has at least `MIN_BYTES`, not kept alive.
 
     Only tensors with a Python object are seen: what C++ alone holds (saved activations) is not.
     """
+    return [
+        ref(tensor)
+        for tensor in _live_tensors()
+        if tensor.layout is torch.strided
+        and (storage := tensor.untyped_storage()).nbytes() >= MIN_BYTES  # most are smaller: what is cheap goes first
+        and storage.device.type in device_types
+    ]
+
+
+def find_leftovers(large: Iterable[ReferenceType[torch.Tensor]], known: Collection[int]) -> list[Leftover]:
+    """Those that are still there and whose storage is not in `known`, the largest first, one line a storage.
+
+    Args:
+        large: from `large_tensors`.
+        known: `UntypedStorage._cdata` of every storage in the account.
+    """
     found: dict[int, torch.Tensor] = {}
-    for tensor in _live_tensors():
-        if tensor.layout is torch.strided:
+    for tensor in (reference() for reference in large):
+        if tensor is not None:
             storage = tensor.untyped_storage()
-            # most are small or known: what is cheap to ask goes first
-            if storage.nbytes() >= min_bytes and storage._cdata not in known and storage.device.type in device_types:
+            if storage._cdata not in known and storage.nbytes() >= MIN_BYTES:
                 found.setdefault(storage._cdata, tensor)
     largest_first = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
     holders = _holders(largest_first[:_MAX_NAMED], found)

@@ -37,7 +37,7 @@ from torpor.guards import Guards
 from torpor.inventory import Inventory, collector_paused
 from torpor.kinds import Fate, Role, State
 from torpor.ledger import Ledger, Row, Stopwatch, add_up
-from torpor.leftovers import find_leftovers
+from torpor.leftovers import find_leftovers, large_tensors
 from torpor.memory import open_backends
 from torpor.memory.account import Accountant, Addresses
 from torpor.memory.base import MemoryBackend
@@ -445,6 +445,8 @@ class Sleeper:
             with agreed.stage("plan"):
                 with watch.stage("drop"):
                     rows = reshard(self._actor)
+                with watch.stage("account"):  # now, before there are records of each storage to look through as well
+                    large = large_tensors(self._backends.keys()) if self._report_leftovers else []
                 with watch.stage("plan"):
                     plan = self._plan(names, need_bytes, only)
             ledger = self._open_ledger("sleep")
@@ -454,10 +456,9 @@ class Sleeper:
                 rows += drop_caches(plan.decisions)
                 decisions = self._left_after_drop(plan.decisions)
             on_freed(sum(row.freed_bytes for row in rows))
-            if self._report_leftovers:  # now, before there is a record of each storage to look through as well
-                with watch.stage("account"):
-                    known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
-                    ledger.leftovers = find_leftovers(known, self._backends.keys())
+            with watch.stage("account"):
+                known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
+                ledger.leftovers = find_leftovers(large, known)
             with watch.stage("drain"):
                 _drain(decisions)
 
