@@ -167,9 +167,10 @@ def _collect(actor: Actor, rules: Sequence[Rule]) -> tuple[list[_Found], list[Cl
                 left.append(claim)
                 continue
             storage = claim.tensor.untyped_storage()
-            found = by_storage.get(storage._cdata)
+            key = storage._cdata
+            found = by_storage.get(key)
             if found is None:
-                by_storage[storage._cdata] = _Found(storage, [claim], storage.nbytes(), storage.data_ptr())
+                by_storage[key] = _Found(storage, [claim], storage.nbytes(), storage.data_ptr())
             else:
                 found.claims.append(claim)
     with_memory = []

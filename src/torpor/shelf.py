@@ -52,18 +52,19 @@ class Shelf:
         Raises:
             StoreFullError: they do not fit. Nothing was reserved.
         """
-        self.remove([key for key, place in self._places.items() if place.is_orphan()])
-        found = [self._places.get(storage._cdata) for storage, _ in storages]
+        keys = [storage._cdata for storage, _ in storages]
+        alive = set(keys)  # a key is an address, which nothing else gets while the storage is watched
+        self.remove([key for key, place in self._places.items() if key not in alive and place.is_orphan()])
         new = [
-            (storage, nbytes)
-            for (storage, nbytes), place in zip(storages, found, strict=True)
-            if place is None or place.slot.nbytes != nbytes
+            (key, storage, nbytes)
+            for key, (storage, nbytes) in zip(keys, storages, strict=True)
+            if (place := self._places.get(key)) is None or place.slot.nbytes != nbytes
         ]
-        self.remove([storage._cdata for storage, _ in new if storage._cdata in self._places])
-        slots = self._store.reserve([nbytes for _, nbytes in new])
-        for (storage, _), slot in zip(new, slots, strict=True):
-            self._places[storage._cdata] = Place(watch(storage), slot)
-        return [self._places[storage._cdata] for storage, _ in storages], [storage._cdata for storage, _ in new]
+        self.remove([key for key, _, _ in new if key in self._places])
+        slots = self._store.reserve([nbytes for _, _, nbytes in new])
+        for (key, storage, _), slot in zip(new, slots, strict=True):
+            self._places[key] = Place(watch(storage), slot)
+        return [self._places[key] for key in keys], [key for key, _, _ in new]
 
     def remove(self, keys: Iterable[int]) -> None:
         """Forget places and release their slots."""

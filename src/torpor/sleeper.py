@@ -531,7 +531,8 @@ class Sleeper:
             if self._report_leftovers:
                 self._known_on_gpus |= {s.storage.data_ptr() for s in sleepers if not s.is_on_host}
             for sleeping in sleepers:
-                sleeping.copied_bytes = sleeping.place.slot.nbytes if sleeping.place is not None else 0
+                place = sleeping.place
+                sleeping.copied_bytes = place.slot.nbytes if place is not None else 0
             with watch.stage("account"):
                 self._close_ledger(ledger, [*_rows(sleepers), *rows], watch)
             return ledger
