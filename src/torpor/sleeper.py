@@ -190,7 +190,8 @@ class Sleeper:
             components: a name, several, or None for all.
             need_bytes: free this many bytes of device memory, taking storages that need no copy first and as
                 few bytes more as storages allow. Components may be partly asleep afterwards.
-            blocking: False returns a `Handle` at once; memory is freed as the copies finish.
+            blocking: False returns a `Handle` as soon as it is planned what sleeps, and whoever computes with that
+                waits; memory is freed as the copies finish.
 
         Returns:
             The ledger, or the handle whose `result()` is the ledger.
@@ -207,8 +208,7 @@ class Sleeper:
         self._settle()
         if blocking:
             return self._sleep(names, need_bytes, _ALL_AT_ONCE)
-        self._background = Handle("sleep", lambda freed: self._sleep(names, need_bytes, _BATCH_BYTES, freed))
-        return self._background
+        return self._sleep_in_the_background(names, need_bytes)
 
     def wake(self, components: Components = None, *, lazy: bool = False, wait_s: float = 0.0) -> Ledger:
         """Bring `components` back (all if None); what is awake is left alone.
@@ -427,6 +427,21 @@ class Sleeper:
 
     # ---------------------------------------------------------------- inside
 
+    def _sleep_in_the_background(self, names: _Names, need_bytes: int | None) -> Handle:
+        """Under way, with the guards set: an optimizer's step beside the copies would be half in them."""
+        guarded = threading.Event()
+
+        def work(on_freed: Callable[[int], None]) -> Ledger:
+            try:
+                return self._sleep(names, need_bytes, _BATCH_BYTES, on_freed, on_guarded=guarded.set)
+            finally:
+                guarded.set()
+
+        with self._lock:  # the work begins when the guards know whom to wait for
+            handle = self._background = Handle("sleep", work)
+        guarded.wait()
+        return handle
+
     def _sleep(
         self,
         names: _Names,
@@ -434,6 +449,7 @@ class Sleeper:
         batch_bytes: int,
         on_freed: Callable[[int], None] = lambda _: None,
         only: Collection[int] | None = None,
+        on_guarded: Callable[[], None] = lambda: None,
     ) -> Ledger:
         with self._lock, collector_paused():
             self._require_open()
@@ -459,13 +475,11 @@ class Sleeper:
             with watch.stage("account"):
                 known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
                 ledger.leftovers = find_leftovers(large, known)
-            with watch.stage("drain"):
-                _drain(decisions)
 
             def rest_comms() -> None:
                 rows.extend(comms.sleep(agreed, watch) if comms is not None else ())
 
-            sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed, rest_comms)
+            sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed, rest_comms, on_guarded)
             self._note_partial(names, need_bytes is not None or only is not None)
             with watch.stage("account"):
                 self._close_ledger(ledger, [*rows, *_rows(sleepers)], watch)
@@ -479,10 +493,12 @@ class Sleeper:
         batch_bytes: int,
         on_freed: Callable[[int], None],
         last: Callable[[], None],
+        on_guarded: Callable[[], None],
     ) -> list[Sleeping]:
         going = [d for d in decisions if d.backend is not None]
         staying = [Sleeping(d) for d in decisions if d.backend is None]
         self._arm([*going, *(s.decision for s in staying)])
+        on_guarded()
         falling = Falling(
             self._store,
             self._shelf,
@@ -494,6 +510,8 @@ class Sleeper:
         if not isinstance(agreed, Alone):
             batch_bytes = _ALL_AT_ONCE  # nothing is freed anywhere before everything is copied everywhere
         try:
+            with watch.stage("drain"):  # after the guards are set: what is given to a GPU before that is waited for
+                _drain(decisions)
             sleepers = falling.run(going, batch_bytes, on_freed, last)
         except BaseException:
             self._adopt(falling.stuck)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SmallActor
 
+import torpor
 from torpor import Fate, Sleeper, State
 from torpor.errors import AsleepError, StoreError, UsageError
 from torpor.stores.file import FileStore
@@ -147,6 +149,20 @@ def test_a_sleep_in_the_background_frees_as_it_goes(gated: tuple[Sleeper, GatedF
     with pytest.raises(UsageError, match="were waited for"):
         handle.wait_for(ledger.freed_bytes + 1)
     sleeper.close()
+    assert trained.bits() == before
+
+
+def test_a_step_beside_the_planning_of_a_background_sleep_waits(trained: SmallActor, tmp_path: Path) -> None:
+    def slowly() -> list[torch.Tensor]:
+        time.sleep(0.1)
+        return []
+
+    before = trained.bits()
+    slow = torpor.derived("slow", slowly, drop=lambda: None)
+    with Sleeper(trained.model, optimizer=trained.optimizer, derived=[slow], store_dir=tmp_path) as sleeper:
+        sleeper.sleep(blocking=False)
+        with pytest.raises(AsleepError):
+            trained.optimizer.step()
     assert trained.bits() == before
 
 
