@@ -38,13 +38,14 @@ def test_memory_that_nobody_touched_is_not_taken() -> None:
 
 def test_the_last_tensor_gives_all_of_it_back() -> None:
     pages = huge_pages(8 * MIB, 4)
+    address = pages[0].data_ptr()
     for page in pages:
         page.fill_(1)
-    before = kernel.process_resident_bytes()
     last = pages.pop()
     del pages, page
     gc.collect()
-    assert kernel.process_resident_bytes() > before - MIB, "one of them is still in use"
+    assert kernel.resident_bytes(address, 32 * MIB) == 32 * MIB, "one of them is still in use"
+    before = kernel.process_resident_bytes()
     gone = weakref.ref(last)
     del last
     gc.collect()
