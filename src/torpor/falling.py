@@ -241,11 +241,21 @@ class Falling:
 
 def bring_back(sleepers: Sequence[Sleeping], store: Store) -> None:
     """Memory and bytes of storages, from wherever they wait. Nothing is verified here."""
+    take_memory(sleepers)
+    load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
+    zero(sleepers)
+
+
+def take_memory(sleepers: Iterable[Sleeping]) -> None:
+    """Memory for them, with no contents that anybody may read."""
     for backend, group in by_backend(sleepers):
         backend.restore([sleeping.decision.entry.storage for sleeping in group])
-    load((sleeping.piece() for sleeping in in_store_order(sleepers)), store)
+
+
+def zero(sleepers: Iterable[Sleeping]) -> None:
+    """Fill what was dead, or all zero."""
     for sleeping in sleepers:
-        if sleeping.fate is Fate.ZEROED:
+        if sleeping.decision.fate is Fate.ZEROED:
             sleeping.bytes.zero_()
 
 

@@ -9,7 +9,17 @@ import torch
 
 from torpor.agreement import Round
 from torpor.errors import CorruptError, NotEnoughMemoryError, TorporError
-from torpor.falling import STORED, Sleeping, by_backend, groups_of, in_store_order, is_large, same_streams
+from torpor.falling import (
+    STORED,
+    Sleeping,
+    by_backend,
+    groups_of,
+    in_store_order,
+    is_large,
+    same_streams,
+    take_memory,
+    zero,
+)
 from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
@@ -57,12 +67,12 @@ def wake_up(
     try:
         with agreed.stage("restore"):
             with stopwatch.stage("restore"):
-                _take_memory(first)
+                take_memory(first)
             with stopwatch.stage("copy"):
                 pieces = (sleeping.piece() for sleeping in in_store_order(first))
                 load(_taking_memory(pieces, beside) if beside else pieces, store)
             with stopwatch.stage("rebuild"):
-                _zero(first)
+                zero(first)
                 _rebuild(sleepers, resolve)
             if verify:
                 with stopwatch.stage("verify"):
@@ -121,11 +131,6 @@ def _parted(
     return first, beside
 
 
-def _take_memory(sleepers: Sequence[Sleeping]) -> None:
-    for backend, group in by_backend(sleepers):
-        backend.restore([sleeping.decision.entry.storage for sleeping in group])
-
-
 def _taking_memory(pieces: Iterable[Piece], beside: Sequence[Sleeping]) -> Iterator[Piece]:
     """The same pieces. Every now and then, while copies are under way, some of `beside` gets its memory, zeroed where
     it was dead: on the streams of the caller, whoever takes the pieces.
@@ -135,8 +140,8 @@ def _taking_memory(pieces: Iterable[Piece], beside: Sequence[Sleeping]) -> Itera
 
     def take(group: Sequence[Sleeping]) -> None:
         with here():
-            _take_memory(group)
-            _zero(group)
+            take_memory(group)
+            zero(group)
 
     def passing() -> Iterator[Piece]:
         nbytes = 0
@@ -150,13 +155,6 @@ def _taking_memory(pieces: Iterable[Piece], beside: Sequence[Sleeping]) -> Itera
             take(group)
 
     return passing()
-
-
-def _zero(sleepers: Sequence[Sleeping]) -> None:
-    """Fill what was dead, or all zero."""
-    for sleeping in sleepers:
-        if sleeping.decision.fate is Fate.ZEROED:
-            sleeping.bytes.zero_()
 
 
 def _rebuild(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
