@@ -6,7 +6,7 @@ several (an actor's and a critic's) nobody can tell whose it is, and it stays: w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
@@ -31,17 +31,17 @@ class Owner:
         """The sleeper is closed: its actor's memory is the others' again."""
         _open.discard(self)
 
-    def inventory(self, backends: Iterable[MemoryBackend]) -> Inventory:
+    def inventory(self, backends: Sequence[MemoryBackend]) -> Inventory:
         """What the rules claim, and what only `backends` see that is no other sleeper's."""
         found = self._claimed()
         known = _storages(found)
-        seeing = [backend for backend in backends if backend.strays(known)]
-        others = [other for other in list(_open) if other is not self] if seeing else []
-        for other in others:
-            known += _storages(other._claimed())
+        strays = _strays(backends, known)
+        others = [other for other in list(_open) if other is not self] if strays else []
+        if others:
+            theirs = [storage for other in others for storage in _storages(other._claimed())]
+            strays = _strays(backends, known + theirs)
         fate, reason = (Fate.KEPT, _WHOSE) if others else (Fate.MOVED, _NOBODY_KNOWS_IT)
-        for backend in seeing:
-            found.entries += [_entry(storage, fate, reason) for storage in backend.strays(known)]
+        found.entries += [_entry(storage, fate, reason) for storage in strays]
         return found
 
     def _claimed(self) -> Inventory:
@@ -49,6 +49,10 @@ class Owner:
 
 
 _open: WeakSet[Owner] = WeakSet()
+
+
+def _strays(backends: Sequence[MemoryBackend], known: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    return [storage for backend in backends for storage in backend.strays(known)]
 
 
 def _storages(inventory: Inventory) -> list[torch.UntypedStorage]:
