@@ -1,10 +1,15 @@
-"""Whether a CUDA graph may replay the address of a cache, as the libraries say that capture such graphs."""
+"""Whether a CUDA graph may replay the address of a cache, as the libraries say that capture such graphs; and claims on
+scratch memory of the whole process, which decide by that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from torpor.kinds import Fate, Role
+from torpor.rules.base import Claim, Standing
 from torpor.rules.loaded import loaded
 
 _GLOBAL_STATE = (
@@ -20,6 +25,15 @@ GRAPHS = "a CUDA graph was captured: a replay reads the old address"
 def are_graphs_captured(graphs_may_live: Callable[[], bool]) -> bool:
     """Whether there is a graph by what TransformerEngine and Megatron-Core say, or by `graphs_may_live`."""
     return _te_captured() or _megatron_captured() or graphs_may_live()
+
+
+def scratch_claim(
+    name: str, tensor: torch.Tensor, drop: Callable[[], None], why_dropped: str, obstacle: str = ""
+) -> Claim:
+    """Scratch that `drop`, one object for all of an owner's, makes the owner forget: dropped, or kept where there is an
+    obstacle."""
+    fate, reason, used = (Fate.KEPT, obstacle, None) if obstacle else (Fate.DROPPED, why_dropped, drop)
+    return Claim(name, tensor, Role.WORKSPACE, "caches", fate, reason, used, standing=Standing.DECLARED)
 
 
 def te_global_state() -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Rebuild, Standing
-from torpor.rules.captures import GRAPHS, are_graphs_captured
+from torpor.rules.captures import GRAPHS, are_graphs_captured, scratch_claim
 from torpor.rules.loaded import loaded
 from torpor.rules.megatron_optim import (
     Piece,
@@ -115,11 +115,9 @@ class MegatronRule:
         held = vars(scratch).get("buffer") if scratch is not None else None
         if not isinstance(held, dict) or not held:
             return
-        graphs = are_graphs_captured(self._graphs_may_live)
-        fate, reason, drop = (Fate.KEPT, GRAPHS, None) if graphs else (Fate.DROPPED, _MADE_AGAIN, held.clear)
+        obstacle, drop = GRAPHS if are_graphs_captured(self._graphs_may_live) else "", held.clear
         for (name, dtype), tensor in held.items():
-            full_name = f"megatron.{name}.{dtype}"
-            yield Claim(full_name, tensor, Role.WORKSPACE, "caches", fate, reason, drop, standing=Standing.DECLARED)
+            yield scratch_claim(f"megatron.{name}.{dtype}", tensor, drop, _MADE_AGAIN, obstacle)
 
     def _parameters(self, name: str, buffer: Any, names: Mapping[int, str], found: _Pieces) -> Iterator[Claim]:
         """The flat buffer that the parameters are views of, unless gradients share it."""

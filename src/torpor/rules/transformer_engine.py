@@ -23,7 +23,7 @@ from torch import nn
 
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Gate, Rebuild, Standing
-from torpor.rules.captures import GRAPHS, are_graphs_captured, te_global_state
+from torpor.rules.captures import GRAPHS, are_graphs_captured, scratch_claim, te_global_state
 from torpor.rules.loaded import loaded
 from torpor.rules.steps import StepWatch
 from torpor.rules.walk import leaves
@@ -284,13 +284,11 @@ def _scratch_of_products(obstacle: str) -> Iterator[Claim]:
         function = loaded(_PRODUCTS, function_name)
         if not hasattr(function, "cache_clear"):  # another version: nobody's memory, as far as the rules know
             continue
-        fate, reason, drop = (
-            (Fate.KEPT, obstacle, None) if obstacle else (Fate.DROPPED, _MADE_AGAIN, function.cache_clear)
-        )
+        drop = function.cache_clear
         remembered = [held for held in gc.get_referents(function) if type(held) is dict]
         for name, leaf in leaves(f"transformer_engine.{function_name}", remembered):
             if isinstance(leaf, torch.Tensor):
-                yield Claim(name, leaf, Role.WORKSPACE, "caches", fate, reason, drop, standing=Standing.DECLARED)
+                yield scratch_claim(name, leaf, drop, _MADE_AGAIN, obstacle)
 
 
 def _te_modules(actor: Actor) -> Iterator[tuple[str, nn.Module]]:
