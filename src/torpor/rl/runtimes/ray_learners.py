@@ -156,10 +156,14 @@ class LearnerGroup:
     def _trained(self, answers: Mapping[int, tuple[Metrics, list[Ledger]]]) -> Metrics:
         """The metrics of all ranks as one."""
         metrics = Metrics()
-        for found, _ in answers.values():
+        for found in self._accounted(answers).values():
             metrics.update(found)
-        self._account({rank: ledgers for rank, (_, ledgers) in answers.items()})
         return metrics
+
+    def _accounted(self, answers: Mapping[int, tuple[_T, list[Ledger]]]) -> dict[int, _T]:
+        """What each rank answered, without the ledgers that came with it."""
+        self._account({rank: ledgers for rank, (_, ledgers) in answers.items()})
+        return {rank: found for rank, (found, _) in answers.items()}
 
     def _account(self, ledgers: Mapping[int, Sequence[Ledger]]) -> None:
         for ledger in ledgers[0]:
@@ -188,9 +192,7 @@ class ActorGroup(LearnerGroup):
 
     def reference_gaps(self, batch: Batch) -> Sequence[Tensor]:
         """See `Actor.reference_gaps`; every rank scores its share."""
-        answers = self._on_all("reference_gaps", ray.put(batch))
-        self._account({rank: ledgers for rank, (_, ledgers) in answers.items()})
-        return in_turn({rank: gaps for rank, (gaps, _) in answers.items()})
+        return in_turn(self._accounted(self._on_all("reference_gaps", ray.put(batch))))
 
     def update_weights(self, engine: RolloutEngine) -> LoadReport:
         """Fill the engines with the weights as they are, from the stores of the ranks if they sleep.
@@ -218,9 +220,8 @@ class CriticGroup(LearnerGroup):
 
     def appraise(self, batch: Batch, gaps: Sequence[Tensor] | None = None) -> Appraisal:
         """`batch` with advantages; the ranks keep what they will train on."""
-        answers = self._on_all("appraise", ray.put(batch), ray.put(gaps))
-        self._account({rank: ledgers for rank, (_, ledgers) in answers.items()})
-        groups = in_turn({rank: share.groups for rank, (share, _) in answers.items()})
+        shares = self._accounted(self._on_all("appraise", ray.put(batch), ray.put(gaps)))
+        groups = in_turn({rank: share.groups for rank, share in shares.items()})
         return Appraisal(Batch(tuple(groups), batch.weight_version), ())
 
     def train(self, appraisal: Appraisal, progress: Progress = lambda _: None) -> Metrics:
