@@ -77,7 +77,7 @@ def replays(precision: str) -> Json:
         awake.step(step)
     expected = awake.digests()
     del awake
-    return {way: _asleep(precision, expected, requantize) for way, requantize in WAYS.items()}
+    return {"layers": 1} | {way: _asleep(precision, expected, requantize) for way, requantize in WAYS.items()}
 
 
 def _asleep(precision: str, expected: list[str], requantize: bool) -> Json:

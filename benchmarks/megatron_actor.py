@@ -272,7 +272,7 @@ def count_bytes(layers: int, precision: str) -> Json:
 
 def caches(layers: int, precision: str) -> Json:
     """At each of `STATES`, an actor of its own."""
-    return {state: caches_at(layers, precision, state) for state in STATES}
+    return {"layers": layers} | {state: caches_at(layers, precision, state) for state in STATES}
 
 
 def caches_at(layers: int, precision: str, state: str) -> Json:
