@@ -631,6 +631,7 @@ def main() -> None:
         "fsdp": lambda: race("fsdp", ("torpor", "saver_retained", "by_hand"), options.params, options.cycles),
         "adam_slow": lambda: race("adam", SLOW_GROUP, options.params, options.cycles),
     }
+    found: list[Figure] = []
     for name in parts if options.parts is None else options.parts.split(","):
         run[name] = parts[name]()
         if "adam" in run:
