@@ -252,12 +252,22 @@ class Sleeper:
     def prewarm(self) -> int:
         """Reserve the store's room now, so that the first sleep does not pay for it; the bytes reserved.
 
-        A pinned store page-locks here, and a GPU's kernels are compiled.
+        A pinned store page-locks here, a GPU's kernels are compiled, and its memory backends see on memory of their
+        own that the driver gets back what they free.
+
+        Raises:
+            UnsupportedError: a GPU's memory is not freed here; the message has what the allocator is set to.
+            MemoryBackendError: too little device memory for that test.
+            StoreFullError: the store has no room. In all of these nothing was reserved.
+            RankError: in place of all of these with `group=`.
         """
         self._settle()
         with self._lock, self._agreement.begin("prewarm()", Stopwatch()).stage("reserve"):
             self._require_open()
             decisions = self._plan(None, None).decisions
+            for backend, device in {(d.backend, d.entry.device) for d in decisions}:
+                if isinstance(backend, GpuBackend):
+                    backend.self_test(device)
             self._shelf.reserve([(d.entry.storage, d.entry.nbytes) for d in decisions if d.fate is Fate.MOVED])
             for device in _gpus(decisions):
                 fingerprint.warm_up(device)

@@ -19,11 +19,12 @@ import torpor
 import zoo
 from gpu import DEVICE, GIB, MIB, PLACES, CapturedStep, bits, cycle, on_gpu, poison, same, used_bytes
 from torpor import falling, waking
-from torpor.errors import DriverError, NotEnoughMemoryError, StoreFullError
+from torpor.errors import DriverError, MemoryBackendError, NotEnoughMemoryError, StoreFullError, UnsupportedError
 from torpor.kinds import Fate, Role, State
 from torpor.ledger import TOLERANCE_BYTES
 from torpor.memory import account
 from torpor.memory.base import byte_view
+from torpor.memory.vmm import VmmBackend
 from torpor.stores import arena as arena_module
 from torpor.stores.pinned import PinnedStore
 
@@ -321,6 +322,55 @@ def test_after_prewarming_the_first_sleep_finds_its_room():
     assert first.stages["reserve"] < 0.05
     assert first.host_bytes <= 1.03 * 4 * GIB
     sleeper.wake()
+
+
+def test_prewarming_sees_that_memory_is_freed_and_leaves_nothing_behind():
+    with torpor.pool():
+        live = [torch.randn(n * MIB, device=DEVICE) for n in (1, 40)]
+        cached = torch.empty(200 * MIB, device=DEVICE)  # a self-test's memory must not share it
+        beside = torch.empty(4 * MIB, device=DEVICE)
+        del cached
+        again = torch.empty(100 * MIB, device=DEVICE)
+        before = [bits(t) for t in live]
+        sleeper = torpor.Sleeper(extra=[*live, beside, again], store="pageable", report_leftovers=False)
+        torch.cuda.empty_cache()
+        sleeper.prewarm()  # inside a scope, too
+        used = used_bytes()
+        sleeper.prewarm()
+        assert used_bytes() == used
+        assert bits(torch.ones(MIB, device=DEVICE)).numel() == 4 * MIB
+    assert same(before, live)
+    cycle(sleeper)
+    assert same(before, live)
+
+
+@pytest.mark.parametrize("lie", [0, 64 * MIB])
+def test_prewarming_says_so_where_nothing_is_freed_and_reserves_nothing(monkeypatch, lie):
+    with torpor.pool():
+        x = torch.ones(MIB, device=DEVICE)
+    sleeper = torpor.Sleeper(extra=[x], store="pageable", report_leftovers=False)
+    monkeypatch.setattr(VmmBackend, "release", lambda *_: lie)
+    monkeypatch.setattr(VmmBackend, "restore", lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"vmm failed its self-test: .* 0 bytes less in use .*settings are"):
+        sleeper.prewarm()
+    monkeypatch.undo()
+    cycle(sleeper)
+    assert x.sum().item() == MIB
+
+
+def test_prewarming_on_a_full_device_says_what_it_needs():
+    with torpor.pool():
+        x = torch.ones(MIB, device=DEVICE)
+    sleeper = torpor.Sleeper(extra=[x], store="pageable", report_leftovers=False)
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(MemoryBackendError, match="self-test of vmm needs 201326592 bytes"):
+            sleeper.prewarm()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    sleeper.prewarm()
+    cycle(sleeper)
+    assert x.sum().item() == MIB
 
 
 def test_page_locking_that_is_refused_leaves_everything_awake():

@@ -13,7 +13,8 @@ from torpor.memory.base import MemoryBackend, byte_view
 
 DRIVER_LIBRARY = "libcuda.so.1"
 
-_SELF_TEST_BYTES = 64 * 1024**2
+#: What a self-test puts to sleep at least: much more than what others take or free meanwhile.
+SELF_TEST_BYTES = 64 * 1024**2
 _SELF_TEST_TRIES = 3
 
 
@@ -73,8 +74,8 @@ def self_test(backend: MemoryBackend, storage: torch.UntypedStorage) -> None:
     Raises:
         UnsupportedError: something is in the way; the message has what the allocator is set to.
     """
-    if storage.nbytes() < _SELF_TEST_BYTES:
-        raise MemoryBackendError(f"a self-test needs {_SELF_TEST_BYTES} bytes, the storage has {storage.nbytes()}")
+    if storage.nbytes() < SELF_TEST_BYTES:
+        raise MemoryBackendError(f"a self-test needs {SELF_TEST_BYTES} bytes, the storage has {storage.nbytes()}")
     backend.refresh()
     refusal = backend.refusal(storage)
     if refusal is None:

@@ -31,6 +31,14 @@ class GpuBackend(MemoryBackend):
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
+    def self_test(self, device: torch.device) -> None:
+        """See on memory of its own that this backend frees `device`'s, where settings could defeat it unseen.
+
+        Raises:
+            UnsupportedError: it does not; the message has what the allocator is set to.
+            MemoryBackendError: too little device memory for the test.
+        """
+
     def states_of(self, segments: Rows) -> Int64s:
         """For each row of `allocator.SEGMENT`: 1 if this backend's own allocator made it, 0 if it has no memory now,
         -1 if it is not of this backend.

@@ -70,6 +70,16 @@ class Pools:
                 with self.lock:
                     self._leave(scope)
 
+    def sample(self, device: int, nbytes: int) -> tuple[torch.Tensor, torch.cuda.MemPool]:
+        """A tensor of `nbytes` bytes alone in a new pool, and that pool, which is to outlive it."""
+        with self.lock:
+            scope = _Scope(device, threading.get_ident(), self._new(device))
+            self._start(scope)
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device)), scope.mempool
+            finally:
+                self._stop(scope)
+
     def suspend(self, device: int) -> None:
         """From now on nothing is allocated in the pools that exist, until they are found awake.
 

@@ -166,6 +166,26 @@ class VmmBackend(GpuBackend):
             self.pools.suspend(device)
         self._survey(devices)
 
+    @_exclusive
+    def self_test(self, device: torch.device) -> None:
+        """See that the driver has the pages of 64 MiB while they sleep, that address and contents are right after.
+
+        Raises:
+            UnsupportedError: one of these is not so; the message has what the allocator is set to.
+            MemoryBackendError: too little device memory: the test takes 192 MiB for a moment.
+        """
+        self.pools.suspend(device.index)  # a pool that is open now would take the sample beside what is in it
+        try:
+            sample, home = self.pools.sample(device.index, cuda.SELF_TEST_BYTES)
+            cuda.self_test(self, sample.untyped_storage())
+        except torch.OutOfMemoryError as error:
+            raise MemoryBackendError(
+                f"the self-test of vmm needs {3 * cuda.SELF_TEST_BYTES} bytes on {device} for a moment, "
+                f"{cuda.free_bytes(device)} are free: call prewarm() before the device is full"
+            ) from error
+        del sample  # before its pool
+        del home
+
     def refusal(self, storage: torch.UntypedStorage) -> str | None:
         """Why not: the storage lies outside `torpor.pool()`, or is a part of somebody's block."""
         if storage.device.type != self.device_type:
