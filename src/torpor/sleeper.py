@@ -481,15 +481,24 @@ class Sleeper:
             with agreed.stage("drop"), watch.stage("drop"):
                 rows += drop_caches(plan.decisions)
                 decisions = self._left_after_drop(plan.decisions)
-            on_freed(sum(row.freed_bytes for row in rows))
+            dropped_bytes = sum(row.freed_bytes for row in rows)
             with watch.stage("account"):
                 known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
                 ledger.leftovers = find_leftovers(large, known)
 
+            def begin() -> None:
+                on_guarded()
+                with watch.stage("drain"):  # with the guards set: what is given to a GPU before that is waited for
+                    _drain(plan.decisions)
+                if dropped_bytes:
+                    with watch.stage("free"):
+                        self._give_back_what_was_dropped()
+                    on_freed(dropped_bytes)
+
             def rest_comms() -> None:
                 rows.extend(comms.sleep(agreed, watch) if comms is not None else ())
 
-            sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed, rest_comms, on_guarded)
+            sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed, begin, rest_comms)
             self._note_partial(names, need_bytes is not None or only is not None)
             with watch.stage("account"):
                 self._close_ledger(ledger, [*rows, *_rows(sleepers)], watch)
@@ -502,13 +511,13 @@ class Sleeper:
         agreed: Round,
         batch_bytes: int,
         on_freed: Callable[[int], None],
+        begin: Callable[[], None],
         last: Callable[[], None],
-        on_guarded: Callable[[], None],
     ) -> list[Sleeping]:
+        """Put `decisions` to sleep: `begin` is called once the guards are set, `last` once all of it is freed."""
         going = [d for d in decisions if d.backend is not None]
         staying = [Sleeping(d) for d in decisions if d.backend is None]
         self._arm([*going, *(s.decision for s in staying)])
-        on_guarded()
         falling = Falling(
             self._store,
             self._shelf,
@@ -520,8 +529,7 @@ class Sleeper:
         if not isinstance(agreed, Alone):
             batch_bytes = _ALL_AT_ONCE  # nothing is freed anywhere before everything is copied everywhere
         try:
-            with watch.stage("drain"):  # after the guards are set: what is given to a GPU before that is waited for
-                _drain(decisions)
+            begin()
             sleepers = falling.run(going, batch_bytes, on_freed, last)
         except BaseException:
             self._adopt(falling.stuck)
@@ -611,6 +619,11 @@ class Sleeper:
             return left
         self._look_again()
         return [d for d in left if d.backend is None or d.backend.releasable_bytes(d.entry.storage)]
+
+    def _give_back_what_was_dropped(self) -> None:
+        """To the driver, and to the system. Nothing else may be about to sleep that would take it along."""
+        for backend in self._every_backend():
+            backend.settle()
 
     def _look_again(self) -> None:
         """What was allocated and dropped since the backends last looked decides which pages can go."""

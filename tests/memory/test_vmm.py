@@ -73,9 +73,13 @@ class Pools:
         self.lock = threading.RLock()
         self.generation = 0
         self.suspended = 0
+        self.in_use: set[tuple[int, int]] = set()
 
     def suspend(self, device: int) -> None:
         self.suspended += 1
+
+    def set_aside(self, device: int) -> set[tuple[int, int]]:
+        return {(0, 1), (0, 2)} - self.in_use
 
 
 @dataclass
@@ -94,6 +98,7 @@ def world(compiled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(vmm.allocator, "look", allocator.look)
     monkeypatch.setattr(vmm.allocator, "borrow", lambda address, nbytes, device: Storage(address, nbytes, device))
     monkeypatch.setattr(vmm.cuda, "free_bytes", lambda device: 12345)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     return World(VmmBackend(rig.vmm, pools), allocator, rig, pools)
 
 
@@ -143,6 +148,50 @@ def test_cached_free_memory_goes_and_comes_with_its_pool(world: World) -> None:
     world.backend.restore([used])
     assert mapped(world) == [True, True, True]
     assert world.backend.release([other]) == 36 * MIB
+
+
+def test_what_was_dropped_gives_its_pages_back_though_nothing_of_its_pool_sleeps(world: World) -> None:
+    base = world.allocator.piece(20 * MIB)
+    kept = world.allocator.block(base, 4 * MIB)
+    world.allocator.piece(40 * MIB)  # a cache that was dropped
+    world.allocator.piece(48 * MIB, pool=1)  # in use again
+    world.pools.in_use = {(0, 2)}
+    world.backend.refresh()
+    world.backend.settle()
+    assert mapped(world) == [True, False, True]
+    assert world.pools.states(0) == {(0, 1): PoolState.HOLLOW, (0, 2): PoolState.AWAKE}
+    assert ctypes.string_at(base, 1) == b"\x01"
+    assert world.backend.release([kept]) == 20 * MIB
+    world.backend.restore([kept])
+    assert mapped(world) == [True, True, True]
+    assert world.pools.states(0) == {(0, 1): PoolState.AWAKE, (0, 2): PoolState.AWAKE}
+
+
+def test_memory_that_two_pools_share_stays_while_one_of_them_is_in_use(world: World) -> None:
+    for i in range(100):
+        world.allocator.piece(2 * MIB, pool=i % 2)
+    in_second = np.array([address for address, _, pool in world.allocator.pieces if pool == 1])
+    extents = world.rig.vmm.extents()
+    holds = [bool(((in_second >= e["address"]) & (in_second < e["address"] + e["nbytes"])).any()) for e in extents]
+    assert 0 < sum(holds) < len(holds) < 100, "some extents are of one pool, some are shared"
+    world.pools.in_use = {(0, 2)}
+    world.backend.refresh()
+    world.backend.settle()
+    assert mapped(world) == holds
+    world.pools.in_use = set()
+    world.backend.settle()
+    assert not any(mapped(world))
+    assert set(world.pools.states(0).values()) == {PoolState.DEAD}
+
+
+def test_a_driver_that_takes_no_idle_memory_back_leaves_it_usable(world: World) -> None:
+    world.allocator.piece(40 * MIB)
+    world.backend.refresh()
+    world.rig.fail("cuMemUnmap", 1)
+    with pytest.raises(MemoryBackendError, match="cuMemUnmap"):
+        world.backend.settle()
+    assert mapped(world) == [True]
+    assert world.pools.states(0) == {(0, 1): PoolState.AWAKE}
 
 
 def test_what_a_failed_release_meant_to_free_is_there_again(world: World) -> None:

@@ -21,8 +21,10 @@ class PoolState(Enum):
     AWAKE = auto()
     ASLEEP = auto()
     """Something in it sleeps."""
+    HOLLOW = auto()
+    """What is alive in it is awake, but some of its cached free memory has no pages."""
     DEAD = auto()
-    """It slept, and nothing in it is alive: its addresses can go."""
+    """Nothing in it is alive, and some of it has no pages: its addresses can go."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +54,7 @@ class Pools:
         """Guards the pools, and what the backend knows of them."""
         self._usable: dict[int, list[torch.cuda.MemPool]] = {}
         self._aside: dict[int, list[torch.cuda.MemPool]] = {}
+        self._dead: dict[int, list[torch.cuda.MemPool]] = {}
         self._open: list[_Scope] = []
         self.generation = 0
         """Grows when torch may allocate again in pools that were set aside."""
@@ -70,13 +73,14 @@ class Pools:
                 with self.lock:
                     self._leave(scope)
 
-    def sample(self, device: int, nbytes: int) -> tuple[torch.Tensor, torch.cuda.MemPool]:
-        """A tensor of `nbytes` bytes alone in a new pool, and that pool, which is to outlive it."""
+    def sample(self, device: int, nbytes: int) -> torch.Tensor:
+        """A tensor of `nbytes` bytes, alone in a new pool that is set aside."""
         with self.lock:
             scope = _Scope(device, threading.get_ident(), self._new(device))
+            self._aside.setdefault(device, []).append(scope.mempool)
             self._start(scope)
             try:
-                return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device)), scope.mempool
+                return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
             finally:
                 self._stop(scope)
 
@@ -100,6 +104,10 @@ class Pools:
                 scope.mempool = self._new(device)
                 self._start(scope)
 
+    def set_aside(self, device: int) -> set[PoolId]:
+        """The pools in which nothing is allocated now, nor before something has looked at their states."""
+        return {mempool.id for mempool in self._aside.get(device, [])}
+
     def _covers(self, device: int, all_threads: bool) -> bool:
         """Whether an open scope already takes these allocations."""
         threads = (None,) if all_threads else (None, threading.get_ident())
@@ -107,6 +115,7 @@ class Pools:
 
     def _enter(self, device: int, all_threads: bool) -> _Scope:
         self._reclaim(device)
+        self._let_go(device)
         usable = self._usable.setdefault(device, [])
         mempool = usable.pop() if usable else self._new(device)
         scope = _Scope(device, None if all_threads else threading.get_ident(), mempool)
@@ -120,18 +129,27 @@ class Pools:
         self._usable.setdefault(scope.device, []).append(scope.mempool)
 
     def _reclaim(self, device: int) -> None:
-        """Take the pools back into use once all of them are awake; let go of dead ones."""
+        """Take pools back into use once nothing sleeps in any of them; those that died are over."""
         aside = self._aside.pop(device, [])
         if not aside:
             return
         states = self.states(device)
-        alive = [mempool for mempool in aside if states.get(mempool.id) is not PoolState.DEAD]
+        found: dict[PoolState, list[torch.cuda.MemPool]] = {state: [] for state in PoolState}
+        for mempool in aside:
+            found[states.get(mempool.id, PoolState.AWAKE)].append(mempool)
+        self._dead.setdefault(device, []).extend(found[PoolState.DEAD])
+        self._aside[device] = found[PoolState.ASLEEP] + found[PoolState.HOLLOW]
         if PoolState.ASLEEP in states.values():
-            self._aside[device] = alive
+            self._aside[device] += found[PoolState.AWAKE]
             return
-        self._usable.setdefault(device, []).extend(alive)
+        self._usable.setdefault(device, []).extend(found[PoolState.AWAKE])
         self._library.seal(device, False)
         self.generation += 1
+
+    def _let_go(self, device: int) -> None:
+        """End dead pools, unless a scope is open: torch ends the process if a pool ends while it allocates in one."""
+        if all(scope.device != device for scope in self._open):
+            self._dead.pop(device, None)
 
     def _new(self, device: int) -> torch.cuda.MemPool:
         with torch.cuda.device(device):

@@ -12,7 +12,7 @@ each other are best allocated in turn, not interleaved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -92,6 +92,13 @@ class _Device:
         for pool_index in np.unique(self.pool[blocks]).tolist():
             found[self.homes[pool_index]] = True
         return found
+
+    def only_in(self, pools: Set[PoolId]) -> Bools:
+        """For each extent, whether it has memory of one of `pools` and of no other."""
+        has = {wanted: np.zeros(len(self.extents), np.bool_) for wanted in (True, False)}
+        for pool_index, home in self.homes.items():
+            has[self.pool_ids[pool_index] in pools][home] = True
+        return has[True] & ~has[False]
 
     def empty(self) -> Bools:
         """For each extent, whether it holds cached free memory only."""
@@ -176,15 +183,14 @@ class VmmBackend(GpuBackend):
         """
         self.pools.suspend(device.index)  # a pool that is open now would take the sample beside what is in it
         try:
-            sample, home = self.pools.sample(device.index, cuda.SELF_TEST_BYTES)
+            sample = self.pools.sample(device.index, cuda.SELF_TEST_BYTES)
             cuda.self_test(self, sample.untyped_storage())
         except torch.OutOfMemoryError as error:
             raise MemoryBackendError(
                 f"the self-test of vmm needs {3 * cuda.SELF_TEST_BYTES} bytes on {device} for a moment, "
                 f"{cuda.free_bytes(device)} are free: call prewarm() before the device is full"
             ) from error
-        del sample  # before its pool
-        del home
+        self.release([sample.untyped_storage()])  # for good: its pool may have to wait for its end
 
     def refusal(self, storage: torch.UntypedStorage) -> str | None:
         """Why not: the storage lies outside `torpor.pool()`, or is a part of somebody's block."""
@@ -261,6 +267,19 @@ class VmmBackend(GpuBackend):
                 self.release(done)
                 raise self._as_shortage(error, device, coming) from error
             done += [group[i] for i in np.flatnonzero(np.isin(blocks, changed)).tolist()]
+
+    @_exclusive
+    def settle(self) -> None:
+        """Also give back the extents that hold cached free memory only. Pools that have such wait for their next wake:
+        what is allocated until then goes into others.
+
+        Raises:
+            MemoryBackendError: the driver refused; extents of live memory have their pages all the same.
+        """
+        super().settle()
+        for index, device in self._devices.items():
+            idle = device.empty() & device.only_in(self.pools.set_aside(index))
+            self._library.unmap(self._with_pages(device, idle, mapped=True), index)
 
     @_exclusive
     def needed_bytes(self, storages: Sequence[torch.UntypedStorage]) -> int:
@@ -368,10 +387,13 @@ class VmmBackend(GpuBackend):
         alive = set(device.pool.tolist())
         states: dict[PoolId, PoolState] = {}
         for i, home in device.homes.items():
+            whole = bool(mapped[home].all())
             if i in asleep:
                 state = PoolState.ASLEEP
+            elif i in alive:
+                state = PoolState.AWAKE if whole else PoolState.HOLLOW
             else:
-                state = PoolState.DEAD if i not in alive and not mapped[home].all() else PoolState.AWAKE
+                state = PoolState.AWAKE if whole else PoolState.DEAD
             states[device.pool_ids[i]] = state
         return states
 
