@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ class RenewableWorker(EngineWorker):
 
     def renew(self, make: Callable[[], RolloutEngine]) -> None:
         self.__init__(make)  # type: ignore[misc]
+
+    def num_loading(self) -> int:
+        """Loads that still wait for weights."""
+        return sum(thread.name == "torpor-load" for thread in threading.enumerate())
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +93,13 @@ class TestRayEngines(embedded.TestEmbeddedEngine):
 class Weights:
     """A source of weights, as an actor's ranks are one."""
 
-    def __init__(self, seed: int, version: int) -> None:
+    def __init__(self, seed: int, version: int, before_each: Callable[[int], None] = lambda _: None) -> None:
         self._weights, self.weight_version = embedded.small_weights(seed), version
-        self.num_sent = 0
+        self._before_each, self.num_sent = before_each, 0
 
     def buckets(self) -> Iterator[Any]:
         for bucket in in_buckets(self._weights.items(), bucket_bytes=10_000):
+            self._before_each(self.num_sent)
             self.num_sent += 1
             yield ray.put(bucket)
 
@@ -137,6 +143,35 @@ def test_an_engine_that_dies_without_end_stops_the_run(start: Callable[[int], An
         kill(engine.process_ids()[0])
         with pytest.raises(StateError, match=r"engine 0 died again .*max_engine_restarts"):
             engine.generate(PROMPTS, SAMPLING)
+
+
+def num_loading(engine: EngineGroup) -> list[int]:
+    return [ray.get(worker.num_loading.remote()) for worker in engine._workers.values()]
+
+
+def test_a_load_whose_source_fails_ends_in_every_engine(start: Callable[[int], Any]) -> None:
+    def fail(num_sent: int) -> None:
+        if num_sent == 2:
+            raise OSError("the source failed")
+
+    with group(start) as engine:
+        with pytest.raises(OSError, match="the source failed"):
+            engine.load_from(Weights(seed=5, version=1, before_each=fail))
+        assert num_loading(engine) == [0, 0]
+        with pytest.raises(StateError, match="cannot generate"):
+            engine.generate(PROMPTS, SAMPLING)
+        assert engine.load_from(Weights(seed=5, version=2)).version == 2
+        assert {rollout.weight_version for rollout in engine.generate(PROMPTS, SAMPLING)} == {2}
+
+
+def test_an_engine_that_dies_amid_a_load_leaves_no_load_in_the_others(start: Callable[[int], Any]) -> None:
+    with group(start) as engine:
+        victims = [engine.process_ids()[1]]
+        source = Weights(seed=5, version=4, before_each=lambda sent: kill(victims.pop()) if sent == 2 else None)
+        assert engine.load_from(source).version == 4
+        assert not victims
+        assert num_loading(engine) == [0, 0]
+        assert {rollout.weight_version for rollout in engine.generate(PROMPTS, SAMPLING)} == {4}
 
 
 def test_a_dead_engine_is_not_given_weights_of_another_version(start: Callable[[int], Any]) -> None:

@@ -141,7 +141,16 @@ class EngineGroup(RolloutEngine):
         return reports[0]
 
     def _send(self, workers: Mapping[int, Any], buckets: Iterable[Any], version: int) -> dict[int, LoadReport]:
-        """The same buckets to all of `workers`, at most `_UNDER_WAY` of them between here and there."""
+        """The same buckets to all of `workers`; if that fails, none of them waits for more."""
+        try:
+            return self._send_all(workers, buckets, version)
+        except BaseException:
+            for worker in workers.values():
+                worker.give_up_load.remote()  # comes before whatever is asked of it next; nobody waits for the dead
+            raise
+
+    def _send_all(self, workers: Mapping[int, Any], buckets: Iterable[Any], version: int) -> dict[int, LoadReport]:
+        """At most `_UNDER_WAY` buckets are between here and there."""
         results({i: worker.begin_load.remote(version) for i, worker in workers.items()}, self._timeout_s)
         under_way: list[dict[int, Any]] = []
         for bucket in buckets:

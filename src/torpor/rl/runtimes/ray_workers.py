@@ -274,6 +274,12 @@ class EngineWorker:
         loading, self._loading = self._under_way(), None
         return loading.finish()
 
+    def give_up_load(self) -> None:
+        """No more weights come: the load under way, if one is, ends, and the engine has no weights."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.give_up()
+
     def close(self) -> None:
         self._engine.close()
 
@@ -293,6 +299,7 @@ class _Loading:
     def __init__(self, engine: RolloutEngine, version: int) -> None:
         self._buckets: queue.Queue[Bucket | None] = queue.Queue(maxsize=1)
         self._outcome: LoadReport | BaseException | None = None
+        self._is_given_up = False
         self._thread = threading.Thread(target=self._run, args=(engine, version), name="torpor-load", daemon=True)
         self._thread.start()
 
@@ -305,6 +312,8 @@ class _Loading:
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         while (bucket := self._buckets.get()) is not None:
             yield from bucket
+        if self._is_given_up:
+            raise StateError("the weights stopped coming and the load was given up")
 
     def put(self, bucket: Bucket | None) -> None:
         while self._thread.is_alive():  # an engine that gave up takes no more
@@ -322,3 +331,9 @@ class _Loading:
         if self._outcome is None:
             raise StateError("the engine ended a load and says nothing of it")
         return self._outcome
+
+    def give_up(self) -> None:
+        """End the thread; what the engine says of it is of no use to anyone."""
+        self._is_given_up = True
+        self.put(None)
+        self._thread.join()
