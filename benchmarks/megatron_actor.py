@@ -331,6 +331,8 @@ def times_torpor(layers: int, precision: str) -> Json:
 
 def times_saver(layers: int, precision: str, drop: bool, retain: bool) -> Json:
     """The actor, its activations and caches in one region with the library's own backup."""
+    # It sets the library's hook_mode, which is refused once the library is in use: so it comes first.
+    import megatron.core.inference.contexts.dynamic_context  # noqa: F401
     from torch_memory_saver import torch_memory_saver as saver
 
     saver.hook_mode = "torch"
