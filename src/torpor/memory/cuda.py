@@ -95,6 +95,7 @@ def _try_once(backend: MemoryBackend, storage: torch.UntypedStorage) -> str | No
     pattern = torch.arange(nbytes // 8, device=storage.device)
     byte_view(storage)[: pattern.nbytes].view(torch.int64).copy_(pattern)
     torch.cuda.synchronize(storage.device)
+    backend.settle()  # what is idle is not the storage's
     used_before = used_bytes(storage.device)
     backend.release([storage])
     backend.settle()
