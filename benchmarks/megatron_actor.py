@@ -492,8 +492,7 @@ def run_case(name: str, layers: int, out: Path) -> None:
         found = {"failed": traceback.format_exc()}
         print(found["failed"], file=sys.stderr, flush=True)
     with recording(out) as run:
-        run |= about()
-        run["cases"][name] = {"layers": layers, "seconds": time.perf_counter() - start} | found
+        run["cases"][name] = about() | {"layers": layers, "seconds": time.perf_counter() - start} | found
 
 
 def main() -> None:
