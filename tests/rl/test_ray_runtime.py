@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import test_rollout_embedded as embedded
 import torch
-from small_jobs import assert_same_tensors
 
 from contracts.engine_contract import PROMPTS, SAMPLING
 from torpor.errors import StateError, UsageError
@@ -26,9 +25,10 @@ from torpor.rl.rollout.base import RolloutEngine, Tag
 
 ray = pytest.importorskip("ray")
 
+from torpor.rl.runtimes.ray_buckets import in_buckets  # noqa: E402
 from torpor.rl.runtimes.ray_engines import EngineGroup  # noqa: E402
 from torpor.rl.runtimes.ray_learners import ActorGroup, LearnerLostError  # noqa: E402
-from torpor.rl.runtimes.ray_workers import EngineWorker, in_buckets  # noqa: E402
+from torpor.rl.runtimes.ray_workers import EngineWorker  # noqa: E402
 
 NUM_ENGINES = 2
 
@@ -182,15 +182,6 @@ def test_a_dead_engine_is_not_given_weights_of_another_version(start: Callable[[
         kill(engine.process_ids()[0])
         with pytest.raises(StateError, match=r"needs weights of version 1; the actor has 2"):
             engine.generate(PROMPTS, SAMPLING)
-
-
-@pytest.mark.parametrize("limit", [1, 10_000, 2**30])
-def test_buckets_have_everything_once_in_order(limit: int) -> None:
-    weights = embedded.small_weights(0)
-    buckets = list(in_buckets(weights.items(), limit))
-    assert [name for bucket in buckets for name, _ in bucket] == list(weights)
-    assert_same_tensors(weights, {name: tensor for bucket in buckets for name, tensor in bucket})
-    assert all(sum(t.nbytes for _, t in bucket) - bucket[-1][1].nbytes < limit for bucket in buckets)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torpor.errors import StateError, UsageError
 from torpor.rl.rollout.base import GenerationStats, LoadReport, Rollout, RolloutEngine, SamplingParams, Tag, WeightSpec
+from torpor.rl.runtimes.ray_buckets import in_buckets
 from torpor.rl.runtimes.ray_calls import WorkerLostError, result, results
-from torpor.rl.runtimes.ray_workers import in_buckets
 
 _UNDER_WAY = 2
 """Buckets of weights between actor and engines at a time."""

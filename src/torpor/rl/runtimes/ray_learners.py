@@ -75,7 +75,8 @@ class LearnerGroup:
         self._workers = {rank: start(rank) for rank in range(num_ranks)}
         self.weight_version, self.num_updates, self._is_asleep = 0, 0, False
         self._is_closed = False
-        host, port = self._on_all("free_address")[0]
+        with self._named():
+            host, port = results({0: self._workers[0].open_store.remote(timeout_s)})[0]
         self.warm_start_losses: list[float] = self._on_all("start", host, port, timeout_s, is_fresh=is_fresh)[0]
 
     # --- memory ------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,30 +36,14 @@ from torpor.rl.rollout.base import (
     Tag,
     WeightSpec,
 )
+from torpor.rl.runtimes.ray_buckets import Bucket, in_buckets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from torpor.ledger import Ledger
 
-Bucket = list[tuple[str, Tensor]]
-BUCKET_BYTES = 64 * 1024**2
-"""Weights travel in pieces of at least this size; two of them are under way at a time."""
 _FULL_S = 0.2
-
-
-def in_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Neighbours together until they have `bucket_bytes`, as contiguous host tensors."""
-    bucket: Bucket = []
-    nbytes = 0
-    for name, tensor in weights:
-        bucket.append((name, tensor.detach().cpu().contiguous()))
-        nbytes += tensor.nbytes
-        if nbytes >= bucket_bytes:
-            yield bucket
-            bucket, nbytes = [], 0
-    if bucket:
-        yield bucket
 
 
 def to_gpu_if_any(model: PreTrainedModel) -> PreTrainedModel:
@@ -83,21 +67,21 @@ class LearnerWorker:
         self._run = RunDirectory(run)
         self._ledgers: list[Ledger] = []
         self._learner: Learner | None = None
+        self._store: TCPStore | None = None
 
-    def free_address(self) -> tuple[str, int]:
-        """A host and port of this node where the ranks can meet."""
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Where the ranks meet: host and port of a store in this process."""
         import ray
 
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        self._store = TCPStore(host, 0, self._world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        return host, self._store.port
 
     def start(self, host: str, port: int, timeout_s: float, *, is_fresh: bool) -> list[float]:
         """Join the other ranks and build this rank's part; the losses of the warm start if the run is fresh."""
         os.environ |= {"RANK": str(self._rank), "WORLD_SIZE": str(self._world_size), "LOCAL_RANK": "0"}
         timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(host, port, self._world_size, self._rank == 0, timeout)
+        store = self._store or TCPStore(host, port, self._world_size, False, timeout, wait_for_workers=False)
         kinds = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(kinds, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
         prepare_process(self._config)
@@ -186,9 +170,11 @@ class ActorWorker(LearnerWorker):
 
     def weights(self) -> Iterator[Bucket]:
         """Buckets of whole weights from rank 0, asleep or awake; the other ranks give theirs and yield nothing."""
-        for bucket in in_buckets(self._actor.backend.weights(self._actor.sleeper)):
-            if self._rank == 0:
-                yield bucket
+        weights = self._actor.backend.weights(self._actor.sleeper)
+        if self._rank == 0:
+            yield from in_buckets(weights)
+        else:
+            deque(weights, maxlen=0)
 
     @property
     def _actor(self) -> Actor:
