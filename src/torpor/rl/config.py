@@ -315,11 +315,12 @@ class RayConfig(Section):
     cpus: PositiveFloat = 1.0
     """CPUs of each bundle of resources; with a GPU in the cluster, one GPU too."""
     start_timeout_s: PositiveFloat = 300.0
-    """Seconds for resources to be free, for ranks to find each other, and for each of their collectives."""
+    """Seconds for resources to be free, for ranks to find each other, for each of their collectives, for an engine to
+    start again, and for weights to reach another node."""
     engine_timeout_s: PositiveFloat | None = None
     """Seconds for an answer of an engine, after which it counts as dead; none: only a dead process does."""
     max_engine_restarts: Count = 3
-    """Times that each engine is started again before the run gives up."""
+    """Times that each engine is started again, and what carries weights between nodes, before the run gives up."""
 
 
 Model = Annotated[TinyModel | SmolLM2Model | PretrainedModel, Field(discriminator="kind")]

@@ -48,9 +48,22 @@ class Bucket:
     """Shape (bytes,)."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        whole = _bytes_of(self.data)
+        whole = self.whole
         for place in self.places:
             yield place.name, place.of(whole)
+
+    @property
+    def whole(self) -> Tensor:
+        """The same memory as uint8, of shape (bytes,)."""
+        with warnings.catch_warnings():
+            # Ray's is read-only, of which torch would warn: nobody writes to weights that have arrived.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self.data)
+
+
+def empty_bucket(places: tuple[Place, ...]) -> Bucket:
+    """Room for tensors at `places`, which are not there yet."""
+    return Bucket(places, np.empty(places[-1].end, dtype=np.uint8))
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
@@ -88,10 +101,3 @@ class _Filling:
 
     def bucket(self) -> Bucket:
         return Bucket(tuple(self.places), self._data[: self.places[-1].end])
-
-
-def _bytes_of(data: npt.NDArray[np.uint8]) -> Tensor:
-    """The same memory. Ray's is read-only, of which torch would warn: nobody writes to weights that are loaded."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(data)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from torpor.errors import StateError, TorporError
 
@@ -63,6 +63,8 @@ def result(call: Any, worker: Any) -> Any:
         if error.actor_init_failed:
             raise StateError(f"worker {worker} did not start: {error}") from error
         raise WorkerLostError(worker, "its process died", error.actor_id) from error
+    except ActorUnschedulableError as error:
+        raise WorkerLostError(worker, "its node is gone") from error
     except RayTaskError as error:
         if isinstance(error.cause, Exception):
             raise error.cause from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -14,7 +15,8 @@ from torch import Tensor
 from torpor.errors import StateError, UsageError
 from torpor.rl.rollout.base import GenerationStats, LoadReport, Rollout, RolloutEngine, SamplingParams, Tag, WeightSpec
 from torpor.rl.runtimes.ray_buckets import in_buckets
-from torpor.rl.runtimes.ray_calls import WorkerLostError, result, results
+from torpor.rl.runtimes.ray_calls import WorkerLostError, results
+from torpor.rl.runtimes.ray_relays import NodeId, RelayError, Relays, node_id
 
 _UNDER_WAY = 2
 """Buckets of weights between actor and engines at a time."""
@@ -24,6 +26,10 @@ class WeightSource(Protocol):
     """Whoever has the current weights."""
 
     weight_version: int
+
+    @property
+    def node_id(self) -> NodeId:
+        """Where its buckets are made."""
 
     def buckets(self) -> Iterator[Any]:
         """References to buckets of whole weights."""
@@ -36,9 +42,11 @@ class EngineGroup(RolloutEngine):
         start: starts the worker with this number, on its own resources.
         num_engines: how many.
         timeout_s: for an answer of an engine; one that does not give it counts as dead. None waits for ever.
+        start_timeout_s: for one that is started again; None waits for ever.
         max_restarts: of any one engine in the whole run.
         on_restart: called with the number of an engine that was started again, and why.
         stop: ends a worker.
+        relays: bring weights to engines on other nodes than the one where they are made. Closed with the engines.
     """
 
     name: ClassVar[str] = "ray"
@@ -49,16 +57,18 @@ class EngineGroup(RolloutEngine):
         num_engines: int,
         *,
         timeout_s: float | None = None,
+        start_timeout_s: float | None = None,
         max_restarts: int = 3,
         on_restart: Callable[[int, str], None] = lambda _, __: None,
         stop: Callable[[Any], None] = ray.kill,
+        relays: Relays | None = None,
         weight_version: int | None = None,
     ) -> None:
         super().__init__(weight_version=weight_version)
         if num_engines < 1:
             raise UsageError(f"num_engines is {num_engines}, at least 1 is needed")
         self._start, self._stop, self._timeout_s, self._on_restart = start, stop, timeout_s, on_restart
-        self._max_restarts = max_restarts
+        self._start_timeout_s, self._max_restarts, self._relays = start_timeout_s, max_restarts, relays or Relays()
         self._restarts = dict.fromkeys(range(num_engines), 0)
         self._workers = {index: start(index) for index in range(num_engines)}
         specs: tuple[dict[str, WeightSpec], int] = self._on_all("specs")[0]
@@ -110,6 +120,7 @@ class EngineGroup(RolloutEngine):
         return sum(held[tag] for held in self._on_all("held_bytes").values()) if not self._is_closed else 0
 
     def _close(self) -> None:
+        self._relays.close()
         for worker in self._workers.values():
             self._stop(worker)
 
@@ -118,17 +129,18 @@ class EngineGroup(RolloutEngine):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> LoadReport:
         """As every engine, from tensors of this process; `load_from` keeps them out of it, and survives an engine."""
         buckets = (ray.put(bucket) for bucket in in_buckets(stream))
-        return self._fill("load_weights", None, version, lambda: self._send(self._workers, buckets, version))
+        return self._fill("load_weights", None, version, lambda: self._send(self._workers, buckets, node_id(), version))
 
     def load_from(self, source: WeightSource) -> LoadReport:
         """Fill every engine with the source's weights; no tensor passes through this process.
 
         Raises:
             WeightStreamError, AsleepError, ClosedError: as `load_weights`.
+            StateError: an engine, or what carries weights between nodes, failed too often.
         """
-        version = source.weight_version
-        send = partial(self._send_again, lambda: self._send(self._workers, source.buckets(), version))
-        return self._fill("load_from", source, version, send)
+        return self._fill(
+            "load_from", source, source.weight_version, partial(self._send_again, list(self._workers), source)
+        )
 
     def _fill(
         self, operation: str, source: WeightSource | None, version: int, send: Callable[[], dict[int, LoadReport]]
@@ -140,32 +152,41 @@ class EngineGroup(RolloutEngine):
         self._weight_version = version
         return reports[0]
 
-    def _send(self, workers: Mapping[int, Any], buckets: Iterable[Any], version: int) -> dict[int, LoadReport]:
-        """The same buckets to all of `workers`; if that fails, none of them waits for more."""
+    def _send(
+        self, workers: Mapping[int, Any], buckets: Iterable[Any], home: NodeId, version: int
+    ) -> dict[int, LoadReport]:
+        """The same buckets, made on `home`, to all of `workers`; if that fails, none of them waits for more."""
         try:
-            return self._send_all(workers, buckets, version)
+            return self._send_all(workers, buckets, home, version)
         except BaseException:
             for worker in workers.values():
                 worker.give_up_load.remote()  # comes before whatever is asked of it next; nobody waits for the dead
             raise
 
-    def _send_all(self, workers: Mapping[int, Any], buckets: Iterable[Any], version: int) -> dict[int, LoadReport]:
+    def _send_all(
+        self, workers: Mapping[int, Any], buckets: Iterable[Any], home: NodeId, version: int
+    ) -> dict[int, LoadReport]:
         """At most `_UNDER_WAY` buckets are between here and there."""
-        results({i: worker.begin_load.remote(version) for i, worker in workers.items()}, self._timeout_s)
+        begun = {i: worker.begin_load.remote(version) for i, worker in workers.items()}
+        nodes: dict[int, NodeId] = results(begun, self._timeout_s)
         under_way: list[dict[int, Any]] = []
-        for bucket in buckets:
-            under_way.append({i: worker.take.remote(bucket) for i, worker in workers.items()})
-            if len(under_way) >= _UNDER_WAY:
-                results(under_way.pop(0), self._timeout_s)
+        with closing(self._relays.spread(buckets, home, set(nodes.values()))) as spread:
+            for copies in spread:
+                under_way.append({i: worker.take.remote(copies[nodes[i]]) for i, worker in workers.items()})
+                if len(under_way) >= _UNDER_WAY:
+                    results(under_way.pop(0), self._timeout_s)
         for calls in under_way:
             results(calls, self._timeout_s)
         return results({i: worker.end_load.remote() for i, worker in workers.items()}, self._timeout_s)
 
-    def _send_again(self, send: Callable[[], dict[int, LoadReport]]) -> dict[int, LoadReport]:
-        """`send`, from the beginning if an engine dies meanwhile."""
+    def _send_again(self, indices: Sequence[int], source: WeightSource) -> dict[int, LoadReport]:
+        """What `source` has to these engines, from the beginning if one of them or a relay dies meanwhile."""
         while True:
+            workers = {i: self._workers[i] for i in indices}
             try:
-                return send()
+                return self._send(workers, source.buckets(), source.node_id, source.weight_version)
+            except RelayError as error:
+                self._relays.count_restart(error)
             except WorkerLostError as lost:
                 if not self._is_mine(lost):
                     raise
@@ -222,7 +243,7 @@ class EngineGroup(RolloutEngine):
                 f"engine {index} died ({reason}) and needs weights of version {self._weight_version}; "
                 f"the actor has {have}: update the weights"
             )
-        self._send_again(lambda: self._send({index: self._workers[index]}, source.buckets(), source.weight_version))
+        self._send_again([index], source)
 
     def _restart(self, index: int, reason: str) -> None:
         """A new process, with what sleeps in the others asleep in it too, and without weights."""
@@ -235,7 +256,15 @@ class EngineGroup(RolloutEngine):
         self._stop(self._workers[index])
         self._on_restart(index, reason)
         self._workers[index] = self._start(index)
-        result(self._workers[index].sleep.remote(sorted(self._asleep)), index)
+        try:
+            results({index: self._workers[index].sleep.remote(sorted(self._asleep))}, self._start_timeout_s)
+        except WorkerLostError as lost:
+            if lost.actor_id is not None:
+                return self._restart(index, lost.reason)
+            raise StateError(
+                f"engine {index} did not start again ({lost.reason}); the bundle that it needs may be on a node "
+                "that is gone, and no other node has room"
+            ) from lost
 
 
 def _together(stats: Sequence[GenerationStats], total_s: float) -> GenerationStats:

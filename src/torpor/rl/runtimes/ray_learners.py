@@ -21,6 +21,7 @@ from torpor.rl.learner import Progress
 from torpor.rl.rollout.base import LoadReport, RolloutEngine
 from torpor.rl.runtimes.ray_calls import WorkerLostError, results
 from torpor.rl.runtimes.ray_engines import EngineGroup
+from torpor.rl.runtimes.ray_relays import NodeId
 
 if TYPE_CHECKING:
     from torpor.ledger import Ledger
@@ -206,11 +207,22 @@ class ActorGroup(LearnerGroup):
         with self._named():
             return engine.load_from(self)
 
+    @property
+    def node_id(self) -> NodeId:
+        """Of rank 0, which makes the buckets; asked anew each time, for weights that fail may fail because it is gone.
+
+        Raises:
+            LearnerLostError: rank 0 is gone.
+        """
+        with self._named():
+            found: dict[int, NodeId] = results({0: self._workers[0].node_id.remote()})
+            return found[0]
+
     def buckets(self) -> Iterator[Any]:
         """References to buckets of whole weights, made as they are taken."""
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _BACKPRESSURE}
         streams = {rank: worker.weights.options(**options).remote() for rank, worker in self._workers.items()}
-        yield from streams[0]
+        yield from (bucket for bucket in streams[0])  # whose own close() raises
         results({rank: stream.completed() for rank, stream in streams.items()})
 
 

@@ -32,6 +32,7 @@ except ImportError as missing:
 
 from torpor.rl.runtimes.ray_engines import EngineGroup
 from torpor.rl.runtimes.ray_learners import ActorGroup, CriticGroup
+from torpor.rl.runtimes.ray_relays import Relays
 from torpor.rl.runtimes.ray_workers import ActorWorker, CriticWorker, EngineWorker, to_gpu_if_any
 
 _ROLES_ON_A_BUNDLE = 3
@@ -70,8 +71,10 @@ def open_on_ray(config: RunConfig, run: RunDirectory, recorder: Recorder, *, is_
                 engine,
                 settings.engines,
                 timeout_s=settings.engine_timeout_s,
+                start_timeout_s=settings.start_timeout_s,
                 max_restarts=settings.max_engine_restarts,
                 on_restart=lambda i, reason: recorder.console.say(f"engine {i} is started again: {reason}"),
+                relays=_relays(settings, recorder),
             )
             with engines:
                 if config.memory.engine_sleeps:
@@ -91,6 +94,15 @@ def _critic(
     with CriticGroup(start, config.ray.actor_ranks, on_ledger=on_ledger, **common) as critic:
         critic.sleep()
         yield critic
+
+
+def _relays(settings: RayConfig, recorder: Recorder) -> Relays:
+    """What carries weights to engines on other nodes than the actor's rank 0."""
+    return Relays(
+        timeout_s=settings.start_timeout_s,
+        max_restarts=settings.max_engine_restarts,
+        on_restart=lambda reason: recorder.console.say(f"weights are sent again between nodes: {reason}"),
+    )
 
 
 def make_engine(config: RunConfig) -> RolloutEngine:

@@ -37,6 +37,7 @@ from torpor.rl.rollout.base import (
     WeightSpec,
 )
 from torpor.rl.runtimes.ray_buckets import Bucket, in_buckets
+from torpor.rl.runtimes.ray_relays import NodeId, node_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +77,10 @@ class LearnerWorker:
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._store = TCPStore(host, 0, self._world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
         return host, self._store.port
+
+    def node_id(self) -> NodeId:
+        """Where it runs."""
+        return node_id()
 
     def start(self, host: str, port: int, timeout_s: float, *, is_fresh: bool) -> list[float]:
         """Join the other ranks and build this rank's part; the losses of the warm start if the run is fresh."""
@@ -243,9 +248,10 @@ class EngineWorker:
             raise StateError("the engine generated and says nothing of it")
         return rollouts, self._engine.last_generation
 
-    def begin_load(self, version: int) -> None:
-        """Weights of `version` come next."""
+    def begin_load(self, version: int) -> NodeId:
+        """Weights of `version` come next; on which node they are wanted."""
         self._loading = _Loading(self._engine, version)
+        return node_id()
 
     def take(self, bucket: Bucket) -> None:
         """The next weights; returns when there is room for more."""
