@@ -34,6 +34,8 @@ MODULES = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent
 OPTIONS: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": {"PYTHONPATH": MODULES}}}
 """Of `ray.init`: workers find the modules of these tests."""
 _STORE_BYTES = 200 * 2**20
+_HEALTH_CHECKS = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+"""Of nodes: one that is gone is noticed within seconds."""
 
 
 class RenewableWorker(EngineWorker):
@@ -74,7 +76,8 @@ class Weights:
 def open_cluster(num_nodes: int, head_cpus: int = 1) -> Iterator[tuple[Cluster, list[Any]]]:
     """Nodes "n0", "n1" and so on of one CPU each, as resources name them. This process is on "n0"."""
     options = {"num_cpus": 1, "object_store_memory": _STORE_BYTES}
-    cluster = Cluster(True, head_node_args=options | {"num_cpus": head_cpus, "resources": {"n0": 100}})
+    head = {"num_cpus": head_cpus, "resources": {"n0": 100}, "_system_config": _HEALTH_CHECKS}
+    cluster = Cluster(True, head_node_args=options | head)
     nodes = [cluster.head_node] + [cluster.add_node(**options, resources={f"n{i}": 100}) for i in range(1, num_nodes)]
     try:
         ray.init(address=cluster.address, **OPTIONS)

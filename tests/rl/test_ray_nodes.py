@@ -57,7 +57,7 @@ def rank_node(job: Job) -> str:
 @pytest.fixture
 def apart(tmp_path: Path) -> RunConfig:
     """One rank on one node, one engine on another, this process on a third."""
-    ray_settings = {"placement": "apart", "start_timeout_s": 30.0}
+    ray_settings = {"placement": "apart", "start_timeout_s": 60.0}
     return on_ray(tmp_path / "ray", ranks=1, engines=1, ray=ray_settings)
 
 
@@ -73,6 +73,7 @@ def test_an_engine_whose_node_is_gone_starts_on_another(tmp_path: Path, apart: R
 
 
 def test_an_engine_without_a_node_to_start_on_stops_the_run(apart: RunConfig) -> None:
+    apart = apart.model_copy(update={"ray": apart.ray.model_copy(update={"start_timeout_s": 25.0})})
     with open_cluster(3, head_cpus=0) as (cluster, nodes):
 
         def meddle(job: Job, number: int) -> None:
