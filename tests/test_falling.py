@@ -112,7 +112,7 @@ def test_what_is_rebuilt_comes_last(gpu: AsOnGpu) -> None:
     with Sleeper(extra=masters, derived=[copied], store="pageable", verify=False) as sleeper:
         assert sleeper.sleep().bytes_by_fate()[Fate.REBUILT] == cast_.nbytes
         assert gpu.taken()[-3:] == ["fingerprint b", "copy b", "fingerprint cast"]
-        sleeping = {s.decision.entry.address: s for group in sleeper._asleep.values() for s in group}
+        sleeping = {s.decision.entry.address: s for s in sleeper._dormant}
         assert sleeping[cast_.data_ptr()].digest is not None
 
 

@@ -43,8 +43,8 @@ class Situation:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The contents of a tensor of any dtype and stride, NaN included."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    """The contents of a tensor, any dtype or stride, NaN included. `numpy()` sees a copy: it locks a storage's size."""
+    return tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 #: Every optimizer a sleep must not disturb. Muon steps matrices only; the rest is then without optimizer.

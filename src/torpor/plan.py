@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torpor.errors import GIB
 from torpor.inventory import Entry
@@ -49,8 +49,6 @@ class Plan:
     """One decision for each storage that the call may touch."""
 
     decisions: list[Decision]
-    known: set[int] = field(default_factory=set)
-    """`UntypedStorage._cdata` of everything in the inventory, in the call's reach or not."""
 
     def table(self) -> str:
         """The plan for a person. `moved` bytes turn `clean` where the store holds the same, `zeroed` if all are 0."""

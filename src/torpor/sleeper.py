@@ -30,20 +30,20 @@ from torch.distributed import ProcessGroup
 from torpor import fingerprint, transfer_cuda
 from torpor.agreement import DEFAULT_TIMEOUT_S, Agreement, Alone, Round, Rounds
 from torpor.background import Handle
+from torpor.books import Books
 from torpor.comms import COMPONENT, CommsMode, Groups
+from torpor.dormant import Dormant
 from torpor.errors import GIB, AsleepError, ClosedError, UsageError
 from torpor.falling import STORED, Falling, Sleeping, drop_caches
 from torpor.guards import Guards
-from torpor.inventory import Inventory, collector_paused
+from torpor.inventory import collector_paused
 from torpor.kinds import Fate, Role, State
-from torpor.ledger import Ledger, Row, Stopwatch, add_up
-from torpor.leftovers import find_leftovers, large_tensors
+from torpor.ledger import Ledger, Row, Stopwatch
 from torpor.memory import open_backends
-from torpor.memory.account import Accountant, Addresses
 from torpor.memory.base import MemoryBackend
 from torpor.memory.gpu import GpuBackend
-from torpor.plan import Decision, Plan, add_up_decisions, choose_bytes, decide
-from torpor.reading import Reader
+from torpor.plan import Decision, add_up_decisions
+from torpor.planning import Planner
 from torpor.rebuilding import rebuilt_first
 from torpor.rules.base import Actor, Rule
 from torpor.rules.derived import Derived
@@ -61,8 +61,6 @@ _Optimizer = torch.optim.Optimizer | MegatronOptimizer
 _Names = frozenset[str] | None
 _T = TypeVar("_T")
 
-#: Component names that may be asked for although nothing in them exists yet.
-_KNOWN = ("params", "adapters", "grads", "optimizer", "buffers", "caches", "comms")
 #: What a lazy wake may bring later: nothing before `Optimizer.step` reads it.
 _LATER = (Role.MASTER, Role.MOMENT)
 #: A sleep that does not block frees at least this much at a time.
@@ -143,7 +141,6 @@ class Sleeper:
             derived=tuple(derived),
         )
         self._verify = verify
-        self._report_leftovers = report_leftovers
         self._backends = open_backends(memory)
         self._rules: Sequence[Rule] = standard_rules(
             dead_grads_after_step=dead_grads_after_step,
@@ -151,7 +148,7 @@ class Sleeper:
             requantize_under_cuda_graphs=requantize_under_cuda_graphs,
             rematerialize_param_from_master_weight=rematerialize_param_from_master_weight,
             groups_sleep=comms is not None and comms.mode is not CommsMode.KEEP,
-            graphs_may_live=self._graphs_may_live,
+            graphs_may_live=self._backends.graphs_may_live,
         )
         self._keep = frozenset(self._names(keep) or ())
         self._agreement: Rounds = Alone() if group is None else Agreement(group, agree_timeout_s)
@@ -161,13 +158,13 @@ class Sleeper:
         self._undo = [rule.attach(self._actor) for rule in self._rules]
         self._owner = Owner(self._actor, self._rules)
         self._guards = Guards(self._actor, self._on_use)
+        self._dormant = Dormant(self._store, self._guards, self._keep)
+        self._books = Books(self._store, self._backends, in_full=report_leftovers)
+        self._planner = Planner(
+            self._owner, self._backends, self._dormant, self._books, keep=self._keep, named=self._actor.extra
+        )
         self._lock = threading.RLock()
-        self._asleep: dict[str, list[Sleeping]] = {}
-        self._partly: set[str] = set()
         self._background: Handle | None = None
-        self._devices: set[torch.device] = set()
-        self._accountant = Accountant([b for b in self._every_backend() if isinstance(b, GpuBackend)])
-        self._known_on_gpus: frozenset[int] = frozenset()
         self._closed = False
 
     # ---------------------------------------------------------------- sleep and wake
@@ -232,7 +229,7 @@ class Sleeper:
         names = self._names(components)
         self._settle()
         with self._lock:
-            chosen = [s for name, group in self._asleep.items() if names is None or name in names for s in group]
+            chosen = self._dormant.of(names)
             later = _later(chosen) if lazy else []
             call = f"wake({_in_words(names)}, lazy={lazy})"
             comms = self._of_comms(names)
@@ -264,7 +261,7 @@ class Sleeper:
         self._settle()
         with self._lock, self._agreement.begin("prewarm()", Stopwatch()).stage("reserve"):
             self._require_open()
-            decisions = self._plan(None, None).decisions
+            decisions = self._planner.plan(None).decisions
             for backend, device in {(d.backend, d.entry.device) for d in decisions}:
                 if isinstance(backend, GpuBackend):
                     backend.self_test(device)
@@ -284,7 +281,7 @@ class Sleeper:
             return
         self._settle()
         with self._lock:
-            self._wake([s for group in self._asleep.values() for s in group], 0.0, None)
+            self._wake(list(self._dormant), 0.0, None)
             if self._comms.is_asleep:  # no rank can connect by itself
                 self._wake([], 0.0, "close()", self._comms)
             self._closed = True
@@ -303,7 +300,7 @@ class Sleeper:
     @contextmanager
     def asleep(self, components: Components = None) -> Iterator[Self]:
         """`components` sleep inside the block; afterwards, on exceptions too, what the block found is restored."""
-        before = self._asleep_keys()
+        before = self._dormant.keys()
         comms = None if self._comms.is_asleep else self._of_comms(self._names(components))
         self.sleep(components)
         try:
@@ -312,27 +309,17 @@ class Sleeper:
             self._settle()
             with self._lock:
                 names = self._names(components)
-                self._wake(
-                    [
-                        s
-                        for name, group in self._asleep.items()
-                        if names is None or name in names
-                        for s in group
-                        if s.storage._cdata not in before
-                    ],
-                    0.0,
-                    f"the end of asleep({_in_words(names)})",
-                    comms,
-                )
+                fallen = [s for s in self._dormant.of(names) if s.storage._cdata not in before]
+                self._wake(fallen, 0.0, f"the end of asleep({_in_words(names)})", comms)
 
     @contextmanager
     def awake(self, components: Components = None) -> Iterator[Self]:
         """`components` are awake inside the block; afterwards, on exceptions too, what slept before sleeps again."""
         names = self._names(components)
-        before = {name: set(self._keys(group)) for name, group in self._asleep.items()}
+        before = {name: self._dormant.keys([name]) for name in self._dormant.components()}
         if self._comms.is_asleep:
             before[COMPONENT] = set()
-        partly = set(self._partly)
+        partly = self._dormant.partly
         self.wake(components)
         try:
             yield self
@@ -348,14 +335,12 @@ class Sleeper:
     @property
     def is_asleep(self) -> bool:
         """Whether any component, or a part of one, sleeps."""
-        return bool(self._asleep) or self._comms.is_asleep
+        return bool(self._dormant) or self._comms.is_asleep
 
     def components(self) -> dict[str, State]:
         """The state of every component that has storages, now."""
         with self._lock:
-            states = dict.fromkeys(self._inventory().by_component(), State.AWAKE)
-            for name in self._asleep:
-                states[name] = State.PARTLY if name in self._partly else State.ASLEEP
+            states = dict.fromkeys(self._planner.inventory().by_component(), State.AWAKE) | self._dormant.states()
             if self._comms.names:
                 states[COMPONENT] = State.ASLEEP if self._comms.is_asleep else State.AWAKE
         handle = self._background
@@ -369,7 +354,7 @@ class Sleeper:
         self._settle()
         with self._lock:
             self._require_open()
-            return "\n".join([self._plan(names, None).table(), *self._notes(names)])
+            return "\n".join([self._planner.plan(names).table(), *self._notes(names)])
 
     def _notes(self, names: _Names) -> Iterator[str]:
         """What a sleep does to other things than storages as they are now."""
@@ -464,7 +449,7 @@ class Sleeper:
         with self._lock, collector_paused():
             self._require_open()
             watch = Stopwatch()
-            before_bytes = self._used_bytes()
+            before_bytes = self._books.used_bytes()
             comms = None if need_bytes is not None or only is not None else self._of_comms(names)
             ways = "" if comms is None else f", comms={comms.mode}"
             agreed = self._agreement.begin(f"sleep({_in_words(names)}, need_bytes={need_bytes}{ways})", watch)
@@ -472,27 +457,26 @@ class Sleeper:
                 with watch.stage("drop"):
                     rows = reshard(self._actor)
                 with watch.stage("account"):  # now, before there are records of each storage to look through as well
-                    large = large_tensors(self._backends.keys()) if self._report_leftovers else []
+                    candidates = self._books.candidates()
                 with watch.stage("plan"):
-                    plan = self._plan(names, need_bytes, only)
-            ledger = self._open_ledger("sleep")
+                    plan = self._planner.plan(names, need_bytes, only)
+            ledger = self._books.open("sleep")
             if ledger.counts_host:  # the host takes back at once what was resharded, a GPU's allocator keeps it
                 ledger.used_before_bytes = before_bytes
             with agreed.stage("drop"), watch.stage("drop"):
                 rows += drop_caches(plan.decisions)
-                decisions = self._left_after_drop(plan.decisions)
+                decisions = self._planner.left_after_drop(plan.decisions)
             dropped_bytes = sum(row.freed_bytes for row in rows)
             with watch.stage("account"):
-                known = plan.known | {block.untyped_storage()._cdata for block in self._store.memory}
-                ledger.leftovers = find_leftovers(large, known)
+                ledger.leftovers = self._books.leftovers(candidates)
 
             def begin() -> None:
                 on_guarded()
                 with watch.stage("drain"):  # with the guards set: what is given to a GPU before that is waited for
                     _drain(plan.decisions)
                 if dropped_bytes:
-                    with watch.stage("free"):
-                        self._give_back_what_was_dropped()
+                    with watch.stage("free"):  # nothing else may be about to sleep that this would take along
+                        self._backends.settle()
                     on_freed(dropped_bytes)
 
             def rest_comms() -> None:
@@ -501,7 +485,7 @@ class Sleeper:
             sleepers = self._fall(decisions, watch, agreed, batch_bytes, on_freed, begin, rest_comms)
             self._note_partial(names, need_bytes is not None or only is not None)
             with watch.stage("account"):
-                self._close_ledger(ledger, [*rows, *_rows(sleepers)], watch)
+                self._books.close(ledger, [*rows, *_rows(sleepers)], watch, self._dormant)
             return ledger
 
     def _fall(
@@ -517,13 +501,13 @@ class Sleeper:
         """Put `decisions` to sleep: `begin` is called once the guards are set, `last` once all of it is freed."""
         going = [d for d in decisions if d.backend is not None]
         staying = [Sleeping(d) for d in decisions if d.backend is None]
-        self._arm([*going, *(s.decision for s in staying)])
+        self._dormant.guard([*going, *(s.decision for s in staying)])
         falling = Falling(
             self._store,
             self._shelf,
             watch,
             agreed,
-            resolve=self._reader().tensor,
+            resolve=self._dormant.reader().tensor,
             prove_rebuilds=self._verify,
         )
         if not isinstance(agreed, Alone):
@@ -532,10 +516,10 @@ class Sleeper:
             begin()
             sleepers = falling.run(going, batch_bytes, on_freed, last)
         except BaseException:
-            self._adopt(falling.stuck)
-            self._arm()
+            self._dormant.adopt(falling.stuck)
+            self._dormant.guard()
             raise
-        self._adopt([*sleepers, *(s for s in staying if s.decision.entry.component not in self._keep)])
+        self._dormant.adopt([*sleepers, *(s for s in staying if s.decision.entry.component not in self._keep)])
         return [*sleepers, *staying]
 
     def _wake(
@@ -546,7 +530,7 @@ class Sleeper:
             self._require_open()
             watch = Stopwatch()
             agreed: Round = Alone() if call is None else self._agreement.begin(call, watch)
-            ledger = self._open_ledger("wake")
+            ledger = self._books.open("wake")
             rows: list[Row] = []
 
             def use_comms() -> None:
@@ -558,105 +542,24 @@ class Sleeper:
                 self._store,
                 watch,
                 agreed,
-                resolve=self._reader(but=back).tensor,
+                resolve=self._dormant.reader(but=back).tensor,
                 verify=self._verify,
                 wait_s=wait_s,
                 last=use_comms,
             )
-            self._release(sleepers)
-            if self._report_leftovers:
-                self._known_on_gpus |= {s.storage.data_ptr() for s in sleepers if not s.is_on_host}
+            self._dormant.release(sleepers)
+            self._books.note_awake(sleepers)
             for sleeping in sleepers:
                 place = sleeping.place
                 sleeping.copied_bytes = place.slot.nbytes if place is not None else 0
             with watch.stage("account"):
-                self._close_ledger(ledger, [*_rows(sleepers), *rows], watch)
+                self._books.close(ledger, [*_rows(sleepers), *rows], watch, self._dormant)
             return ledger
-
-    def _plan(self, names: _Names, need_bytes: int | None, only: Collection[int] | None = None) -> Plan:
-        """Decisions for everything that is awake, in `names`, and in `only` if given."""
-        self._look_again()
-        inventory = self._inventory()
-        self._require_known(names, inventory)
-        self._devices = {entry.device for entry in inventory.entries}
-        if self._report_leftovers:
-            gpus = self._gpus()
-            self._known_on_gpus = frozenset(e.address for e in inventory.entries if e.device in gpus)
-        asleep = self._asleep_keys()
-        entries = [
-            entry
-            for entry in inventory.entries
-            if (names is None or entry.component in names)
-            and entry.storage._cdata not in asleep
-            and (only is None or entry.storage._cdata in only)
-        ]
-        plan = decide(entries, self._backends, self._keep)
-        if self._report_leftovers:
-            plan.known = asleep | {s._cdata for entry in inventory.entries for s in entry.storages}
-        if need_bytes is None:
-            return plan
-        can_free = sum(d.releasable_bytes for d in plan.decisions)
-        if need_bytes > can_free:
-            raise UsageError(
-                f"need_bytes={need_bytes}: what is awake in {sorted(names) if names else 'all components'} frees "
-                f"at most {can_free} bytes; explain() lists it"
-            )
-        return Plan(choose_bytes(plan.decisions, need_bytes), plan.known)
-
-    def _inventory(self) -> Inventory:
-        return self._owner.inventory(self._every_backend())
-
-    def _graphs_may_live(self) -> bool:
-        return any(backend.graphs_may_live() for backend in self._every_backend())
-
-    def _left_after_drop(self, decisions: Sequence[Decision]) -> list[Decision]:
-        """What is still to be done once caches were dropped.
-
-        Memory that nobody claimed may have gone with them: it was theirs, or garbage that the collector found.
-        """
-        left = [d for d in decisions if d.fate is not Fate.DROPPED]
-        if len(left) == len(decisions):
-            return left
-        self._look_again()
-        return [d for d in left if d.backend is None or d.backend.releasable_bytes(d.entry.storage)]
-
-    def _give_back_what_was_dropped(self) -> None:
-        """To the driver, and to the system. Nothing else may be about to sleep that would take it along."""
-        for backend in self._every_backend():
-            backend.settle()
-
-    def _look_again(self) -> None:
-        """What was allocated and dropped since the backends last looked decides which pages can go."""
-        for backend in self._every_backend():
-            backend.refresh()
-
-    def _every_backend(self) -> list[MemoryBackend]:
-        return [backend for backends in self._backends.values() for backend in backends]
-
-    def _adopt(self, sleepers: Sequence[Sleeping]) -> None:
-        """They sleep from now on. Their guards were set before the first of them was copied."""
-        for sleeping in sleepers:
-            self._asleep.setdefault(sleeping.decision.entry.component, []).append(sleeping)
-
-    def _release(self, sleepers: Sequence[Sleeping]) -> None:
-        woken = {id(s) for s in sleepers}
-        for name in list(self._asleep):
-            self._asleep[name] = [s for s in self._asleep[name] if id(s) not in woken]
-            if not self._asleep[name]:
-                del self._asleep[name]
-                self._partly.discard(name)
-        self._arm()
-
-    def _arm(self, falling: Sequence[Decision] = ()) -> None:
-        """Guard what sleeps and what is falling asleep."""
-        entries = [s.decision.entry for group in self._asleep.values() for s in group]
-        entries += [d.entry for d in falling if d.entry.component not in self._keep]
-        self._guards.arm({s._cdata: entry.component for entry in entries for s in entry.storages})
 
     def _on_use(self, name: str, component: str, operation: str) -> None:
         """A guarded operation: wait for a wake that is under way, refuse otherwise."""
         self._settle()
-        if component in self._asleep:
+        if component in self._dormant.components():
             remedy = (
                 f"Read it with the sleeper's {operation}()."
                 if operation == "state_dict"
@@ -674,7 +577,7 @@ class Sleeper:
         self._settle()
         with self._lock, self._guards.suspended():
             self._require_open()
-            return self._reader().tree(values())
+            return self._dormant.reader().tree(values())
 
     def _stream(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         coming: deque[tuple[str, Future[torch.Tensor]]] = deque()
@@ -692,73 +595,17 @@ class Sleeper:
     def _read_one(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._lock:
             self._require_open()
-            return self._reader().tensor(tensor)
-
-    def _reader(self, but: Collection[int] = ()) -> Reader:
-        """A reader of what sleeps, `but` those (by `id`) whose bytes are back already."""
-        return Reader([s for group in self._asleep.values() for s in group if id(s) not in but], self._store)
-
-    def _asleep_keys(self) -> set[int]:
-        return set(self._keys(s for group in self._asleep.values() for s in group))
-
-    @staticmethod
-    def _keys(sleepers: Iterable[Sleeping]) -> Iterator[int]:
-        return (storage._cdata for s in sleepers for storage in s.decision.entry.storages)
+            return self._dormant.reader().tensor(tensor)
 
     def _note_partial(self, names: _Names, partial: bool) -> None:
-        touched = set(self._asleep) if names is None else names & set(self._asleep)
-        if not partial:
-            self._partly -= touched
-            return
-        awake = {d.entry.component for d in self._plan(frozenset(touched), None).decisions if d.releasable_bytes}
-        self._partly = (self._partly - touched) | (touched & awake)
-
-    def _open_ledger(self, kind: Literal["sleep", "wake"]) -> Ledger:
-        return Ledger(
-            kind,
-            self._store.describe(),
-            used_before_bytes=self._used_bytes(),
-            host_before_bytes=self._store.host_bytes,
-            counts_host=not self._gpus(),
-        )
-
-    def _close_ledger(self, ledger: Ledger, rows: Iterable[Row], watch: Stopwatch) -> None:
-        ledger.rows = add_up(rows)
-        ledger.stages = watch.stages
-        ledger.used_after_bytes = self._used_bytes()
-        ledger.store_bytes = self._store.reserved_bytes
-        ledger.host_bytes = self._store.host_bytes
-        if self._report_leftovers:
-            comms_bytes = sum(row.freed_bytes for row in ledger.rows if row.component == COMPONENT)
-            self._accountant.outside(-comms_bytes if ledger.kind == "sleep" else comms_bytes)
-            gpus = self._gpus()
-            ledger.devices = self._accountant.accounts(gpus, self._addresses()) if gpus else []
-
-    def _addresses(self) -> Addresses:
-        """Where on GPUs storages are; one that sleeps without its address kept is nowhere."""
-        asleep = [s.decision for group in self._asleep.values() for s in group]
-        kept = frozenset(d.entry.address for d in asleep if d.backend is not None and d.backend.keeps_address)
-        moved = {d.entry.address for d in asleep if d.backend is not None and not d.backend.keeps_address}
-        return Addresses(self._known_on_gpus - moved - kept, kept)
-
-    def _used_bytes(self) -> int:
-        """Of the GPUs that have storages; of the host where none has: there the store's own memory counts too."""
-        devices = self._gpus() or [torch.device("cpu")]
-        return sum(self._backends[d.type][0].used_bytes(d) for d in devices if d.type in self._backends)
-
-    def _gpus(self) -> list[torch.device]:
-        return [device for device in self._devices if device.type == "cuda"]
+        touched = self._dormant.components(names)
+        left = self._planner.plan(frozenset(touched)).decisions if partial else []
+        self._dormant.note_partly(touched, {d.entry.component for d in left if d.releasable_bytes})
 
     def _names(self, components: Components | Collection[str]) -> _Names:
         if components is None:
             return None
         return frozenset([components] if isinstance(components, str) else components)
-
-    def _require_known(self, names: _Names, inventory: Inventory) -> None:
-        known = {*_KNOWN, *self._actor.extra, *inventory.by_component(), *self._asleep}
-        unknown = (names or frozenset()) | self._keep
-        if not unknown <= known:
-            raise UsageError(f"unknown component {sorted(unknown - known)}; there are {sorted(known)}")
 
     def _of_comms(self, names: _Names) -> Groups | None:
         """The process groups, if `names` asks for them, there are any, and they are not to be kept."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SmallActor
+from small_actor import SmallActor
 
 from torpor import Sleeper
 from torpor.errors import MemoryBackendError, NotEnoughMemoryError, StoreError, StoreFullError, TorporError

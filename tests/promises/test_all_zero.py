@@ -56,7 +56,7 @@ def test_zeros_are_verified_at_the_wake(tmp_path: Path) -> None:
     tensor = torch.zeros(50_000)
     with Sleeper(extra={"state": tensor}, store_dir=tmp_path) as sleeper:
         sleeper.sleep()
-        sleeping = sleeper._asleep["state"][0]
+        sleeping = sleeper._dormant.of(["state"])[0]
         digest, sleeping.digest = sleeping.digest, bytes(16)
         with pytest.raises(CorruptError, match="state"):
             sleeper.wake()

@@ -6,13 +6,13 @@ import contextlib
 
 import numpy as np
 import torch
-from conftest import bits
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from torpor import Sleeper, State
 from torpor.errors import UsageError
+from zoo import bits
 
 COMPONENTS = ("a", "b", "c")
 _STORAGE_BYTES = st.sampled_from([0, 1, 100, 4096, 5000, 8192, 20_000])

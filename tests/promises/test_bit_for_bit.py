@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallActor
+from small_actor import SmallActor
 from torch import nn
 
 from torpor import Sleeper

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from conftest import SmallActor
+from small_actor import SmallActor
 from torch import nn
 
 from torpor import Fate, Sleeper, derived
@@ -79,7 +79,7 @@ print(json.dumps([awake, asleep, store]))
 
 def test_twenty_cycles_leave_a_flat_line(tmp_path: Path) -> None:
     """In a process of its own; medians, so that a page or two of somebody else's do not count as growth."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _CYCLES, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     awake, asleep, store = json.loads(done.stdout)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallActor
+from small_actor import SmallActor
 
 from torpor import Fate, Sleeper, State
 from torpor.errors import ClosedError, UsageError
@@ -82,10 +82,10 @@ def test_awake_puts_back_to_sleep_what_slept(trained: SmallActor, sleeper: Sleep
 
 def test_awake_restores_a_partial_sleep(trained: SmallActor, sleeper: Sleeper) -> None:
     sleeper.sleep("params", need_bytes=1)
-    asleep = sleeper._asleep_keys()
+    asleep = sleeper._dormant.keys()
     with sleeper.awake():
         assert not sleeper.is_asleep
-    assert sleeper._asleep_keys() == asleep
+    assert sleeper._dormant.keys() == asleep
 
 
 def test_kept_components_stay(trained: SmallActor, tmp_path: Path) -> None:

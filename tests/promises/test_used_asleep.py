@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SmallActor, bits
+from small_actor import SmallActor
 from torch import nn
 
 from torpor import Sleeper
 from torpor.errors import AsleepError
+from zoo import bits
 
 
 def test_state_dicts_are_read_from_the_store(trained: SmallActor, sleeper: Sleeper) -> None:

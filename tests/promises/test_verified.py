@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallActor, bits
+from small_actor import SmallActor
 
 from torpor import Fate, Sleeper, derived
 from torpor.errors import CorruptError
+from zoo import bits
 
 
 def _damage(sleeper: Sleeper, name: str) -> None:
     """Flip one bit of a sleeping storage, in the store itself."""
-    sleeping = next(s for group in sleeper._asleep.values() for s in group if s.decision.entry.name.endswith(name))
+    sleeping = next(s for s in sleeper._dormant if s.decision.entry.name.endswith(name))
     assert sleeping.place is not None
     store = sleeper._store
     block = store.buffers()[0][: store.alignment_bytes]  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallActor
+from small_actor import SmallActor
 
 import torpor
 from torpor import Fate, Sleeper, State
@@ -27,7 +27,7 @@ def test_need_bytes_takes_what_costs_no_copy_first(trained: SmallActor, sleeper:
 def test_need_bytes_frees_that_much_and_no_storage_more(need_bytes: int, trained: SmallActor, sleeper: Sleeper) -> None:
     before = trained.bits()
     ledger = sleeper.sleep(need_bytes=need_bytes)
-    sizes = [s.decision.releasable_bytes for group in sleeper._asleep.values() for s in group]
+    sizes = [s.decision.releasable_bytes for s in sleeper._dormant]
     assert ledger.freed_bytes >= need_bytes
     assert ledger.freed_bytes - min(sizes) < need_bytes
     sleeper.sleep()
