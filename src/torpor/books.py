@@ -41,7 +41,7 @@ class Books:
         (by `UntypedStorage._cdata`)."""
         self._devices = {entry.device for entry in inventory.entries}
         if self._in_full:
-            self._known = {storage._cdata for entry in inventory.entries for storage in entry.storages} | set(asleep)
+            self._known = set(inventory.keys()).union(asleep)
             gpus = self._gpus()
             self._known_on_gpus = frozenset(e.address for e in inventory.entries if e.device in gpus)
 
@@ -58,7 +58,7 @@ class Books:
 
     def note_awake(self, sleepers: Iterable[Sleeping]) -> None:
         """They are back, at addresses that may be others than before."""
-        if self._in_full:
+        if self._known_on_gpus:
             self._known_on_gpus |= {s.storage.data_ptr() for s in sleepers if not s.is_on_host}
 
     def open(self, kind: Literal["sleep", "wake"]) -> Ledger:

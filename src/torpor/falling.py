@@ -19,7 +19,7 @@ from torpor.kinds import Fate
 from torpor.ledger import Row, Stopwatch
 from torpor.memory.base import HOST, MemoryBackend, byte_view
 from torpor.plan import Decision
-from torpor.rebuilding import Resolve, make_ready
+from torpor.rebuilding import Resolve, make_ready, with_fate
 from torpor.shelf import Place, Shelf, watch
 from torpor.stores.base import Slot, Store
 from torpor.transfer import Piece, load, save
@@ -184,7 +184,7 @@ class Falling:
         """
         on_host: list[Sleeping] = []
         on_gpus: list[Sleeping] = []
-        for sleeping in (*in_store_order(batch), *(s for s in batch if s.decision.fate is Fate.REBUILT)):
+        for sleeping in (*in_store_order(batch), *with_fate(batch, Fate.REBUILT)):
             (on_host if sleeping.is_on_host else on_gpus).append(sleeping)
         changed: list[Sleeping] = []
         with self._stopwatch.stage("fingerprint"):
@@ -220,7 +220,8 @@ class Falling:
         """Give the memory back; what is dead goes last, because a roll-back cannot bring it back."""
         freed_bytes = 0
         with self._stopwatch.stage("free"):
-            groups = by_backend(sorted(batch, key=lambda s: s.decision.fate is Fate.ZEROED))
+            dead = Fate.ZEROED
+            groups = by_backend(sorted(batch, key=lambda s: s.decision.fate is dead))
             for backend, sleepers in groups:
                 self._freed.extend(sleepers)
                 freed_bytes += backend.release([sleeping.decision.entry.storage for sleeping in sleepers])
@@ -254,9 +255,8 @@ def take_memory(sleepers: Iterable[Sleeping]) -> None:
 
 def zero(sleepers: Iterable[Sleeping]) -> None:
     """Fill what was dead, or all zero."""
-    for sleeping in sleepers:
-        if sleeping.decision.fate is Fate.ZEROED:
-            sleeping.bytes.zero_()
+    for sleeping in with_fate(sleepers, Fate.ZEROED):
+        sleeping.bytes.zero_()
 
 
 def in_store_order(sleepers: Iterable[Sleeping]) -> list[Sleeping]:

@@ -41,10 +41,12 @@ def fingerprints(blocks: Sequence[torch.UntypedStorage | torch.Tensor]) -> list[
     digests: list[Digest] = [b""] * len(blocks)
     of_gpus: dict[torch.device, dict[int, torch.Tensor]] = {}
     for i, block in enumerate(blocks):
-        if isinstance(block, torch.Tensor) and block.is_cuda:
+        if isinstance(block, torch.UntypedStorage):
+            digests[i] = _xxh3(block.data_ptr(), block.nbytes())
+        elif block.is_cuda:
             of_gpus.setdefault(block.device, {})[i] = block
         else:
-            digests[i] = _xxh3(block)
+            digests[i] = _xxh3(block.data_ptr(), block.numel())
     for device, chosen in of_gpus.items():
         for i, digest in zip(chosen, _by_gpu(device, list(chosen.values())), strict=True):
             digests[i] = digest
@@ -71,7 +73,5 @@ def _by_gpu(device: torch.device, blocks: Sequence[torch.Tensor]) -> list[Digest
     return cuda_fingerprints(device, blocks)
 
 
-def _xxh3(block: torch.UntypedStorage | torch.Tensor) -> Digest:
-    begin = block.data_ptr()
-    nbytes = block.nbytes() if isinstance(block, torch.UntypedStorage) else block.numel()
+def _xxh3(begin: int, nbytes: int) -> Digest:
     return xxhash.xxh3_128_digest(_MEMORY[begin : begin + nbytes])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -23,6 +23,9 @@ import torch
 from torpor.kinds import Fate, Role
 from torpor.rules.base import Actor, Claim, Gate, Rebuild, Rule, Standing
 from torpor.rules.walk import plain
+
+# looked at for each of maybe 100,000 claims: to name a member takes as long as all that is done with it (Python 3.11)
+_MOVED, _LEFT, _REBUILT, _DECLARED = Fate.MOVED, Fate.LEFT, Fate.REBUILT, Standing.DECLARED
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +39,6 @@ class Entry:
     address: int
     role: Role
     component: str
-    names: tuple[str, ...]
-    """All names, the strongest claim's first."""
     claims: tuple[Claim, ...] = field(repr=False)
     """All claims, the strongest first. With fate `rebuilt` the first one's tensor is what to rebuild."""
     fate: Fate
@@ -48,7 +49,12 @@ class Entry:
     @property
     def name(self) -> str:
         """The strongest claim's name."""
-        return self.names[0]
+        return self.claims[0].name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, the strongest claim's first."""
+        return tuple(dict.fromkeys(claim.name for claim in self.claims))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,19 +89,25 @@ class Entry:
 class Inventory:
     """All memory of one actor, at one moment. Holds the storages: drop it when done."""
 
-    entries: list[Entry]
-    """By component in the order of first appearance, then by name."""
+    entries: list[Entry] = field(init=False, default_factory=list)
+    """By component in the order of first appearance, then by name; what was added later comes last."""
     left: list[Claim]
     """What has a name and no memory to treat: meta, lazy, opaque tensors."""
-    _by_storage: dict[int, Entry] = field(default_factory=dict, repr=False)
+    _by_storage: dict[int, Entry] = field(init=False, default_factory=dict, repr=False)
     """`StorageImpl` -> entry."""
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Append what was not known yet."""
+        self.entries += entries
+        self._by_storage.update({storage._cdata: entry for entry in entries for storage in entry.storages})
 
     def by_component(self) -> dict[str, list[Entry]]:
         """Component -> its entries, in the order of `entries`."""
-        components: dict[str, list[Entry]] = {}
-        for entry in self.entries:
-            components.setdefault(entry.component, []).append(entry)
-        return components
+        return _by_component(self.entries)
+
+    def keys(self) -> Set[int]:
+        """`UntypedStorage._cdata` of every storage."""
+        return self._by_storage.keys()
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The entry with the memory of `tensor` (of a subclass: its first part); None if there is none."""
@@ -126,7 +138,8 @@ def take_inventory(actor: Actor, rules: Sequence[Rule]) -> Inventory:
         found, left = _collect(actor, rules)
         gates = _Gates()
         entries = [_entry(piece, gates) for piece in _pieces(found)]
-        inventory = Inventory(_in_order(entries), left, {s._cdata: e for e in entries for s in e.storages})
+        inventory = Inventory(left)
+        inventory.add(_in_order(entries))
         _move_what_has_no_source(inventory)
         return inventory
 
@@ -152,6 +165,7 @@ class _Found:
     claims: list[Claim]
     nbytes: int
     address: int
+    device: torch.device
 
 
 _Piece: TypeAlias = list[_Found]
@@ -163,14 +177,14 @@ def _collect(actor: Actor, rules: Sequence[Rule]) -> tuple[list[_Found], list[Cl
     left: list[Claim] = []
     for rule in rules:
         for claim in rule.claims(actor):
-            if claim.fate is Fate.LEFT:
+            if claim.fate is _LEFT:
                 left.append(claim)
                 continue
             storage = claim.tensor.untyped_storage()
             key = storage._cdata
             found = by_storage.get(key)
             if found is None:
-                by_storage[key] = _Found(storage, [claim], storage.nbytes(), storage.data_ptr())
+                by_storage[key] = _Found(storage, [claim], storage.nbytes(), storage.data_ptr(), storage.device)
             else:
                 found.claims.append(claim)
     with_memory = []
@@ -188,7 +202,7 @@ def _pieces(found: Sequence[_Found]) -> list[_Piece]:
     pieces: list[_Piece] = [[one] for one in found]
     for index, one in enumerate(found):
         if one.nbytes:
-            spans.setdefault(one.storage.device, []).append((one.address, -one.nbytes, index))
+            spans.setdefault(one.device, []).append((one.address, -one.nbytes, index))
     for on_device in spans.values():
         on_device.sort()
         end = first = 0
@@ -214,15 +228,13 @@ def _entry(piece: _Piece, gates: _Gates) -> Entry:
     if nbytes > first.nbytes:
         fate, reason = Fate.KEPT, _overlap(piece)
     strongest = claims[0]
-    names = (strongest.name,) if len(claims) == 1 else tuple(dict.fromkeys([claim.name for claim in claims]))
     return Entry(
         first.storage,
         nbytes,
-        first.storage.device,
+        first.device,
         first.address,
         strongest.role,
         strongest.component,
-        names,
         claims,
         fate,
         reason,
@@ -235,10 +247,19 @@ def _overlap(piece: _Piece) -> str:
     return f"separate storages overlap in part: {names}"
 
 
-def _in_order(entries: list[Entry]) -> list[Entry]:
-    components: dict[str, int] = {}
-    keys = [(components.setdefault(e.component, len(components)), e.names[0], i) for i, e in enumerate(entries)]
-    return [entries[i] for _, _, i in sorted(keys)]
+def _in_order(entries: Iterable[Entry]) -> list[Entry]:
+    return [entry for group in _by_component(entries).values() for entry in sorted(group, key=_first_name)]
+
+
+def _first_name(entry: Entry) -> str:
+    return entry.claims[0].name
+
+
+def _by_component(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    components: dict[str, list[Entry]] = {}
+    for entry in entries:
+        components.setdefault(entry.component, []).append(entry)
+    return components
 
 
 _GIVES_UP_CONTENTS = frozenset({Fate.ZEROED, Fate.DROPPED, Fate.REBUILT})
@@ -274,7 +295,7 @@ def _judge(found: list[Claim], at: _Found, nbytes: int, gates: _Gates) -> _Verdi
     """Order the claims and find the most careful fate."""
     if _are_simply_moved(found):
         if len(found) == 1:
-            return (found[0],), Fate.MOVED, found[0].reason
+            return (found[0],), _MOVED, found[0].reason
         claims = tuple(sorted(found, key=_strength))
         return claims, Fate.MOVED, _first_reason(claims)
     claims, voters = _by_strength(found)
@@ -299,7 +320,7 @@ def _judge(found: list[Claim], at: _Found, nbytes: int, gates: _Gates) -> _Verdi
 def _are_simply_moved(claims: Sequence[Claim]) -> bool:
     """The usual case, and there are many: nothing to weigh."""
     for claim in claims:  # noqa: SIM110 - `all` over a generator takes twice as long
-        if claim.fate is not Fate.MOVED or claim.standing >= Standing.DECLARED:
+        if claim.fate is not _MOVED or claim.standing >= _DECLARED:
             return False
     return True
 
@@ -382,7 +403,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _move_what_has_no_source(inventory: Inventory) -> None:
     """A rebuild needs sources that come back by copy, never left, or are rebuilt from such as do: one step, no more."""
-    rebuilt = [entry for entry in inventory.entries if entry.fate is Fate.REBUILT]
+    rebuilt = [entry for entry in inventory.entries if entry.fate is _REBUILT]
     for entry, reason in [(entry, _missing_source(inventory, entry)) for entry in rebuilt]:
         if reason:
             entry.fate, entry.reason = Fate.MOVED, reason

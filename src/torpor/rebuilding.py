@@ -24,6 +24,12 @@ Resolve = Callable[[torch.Tensor], torch.Tensor]
 _PROOF_BYTES = 256 * 1024**2
 
 
+def with_fate(sleepers: Iterable[Sleeping], fate: Fate) -> list[Sleeping]:
+    """Those with this fate. Asked about all storages several times a call, and to name a member costs more than to
+    compare with one (Python 3.11)."""
+    return [sleeping for sleeping in sleepers if sleeping.decision.fate is fate]
+
+
 def make_ready(sleepers: Iterable[Sleeping], resolve: Resolve, *, prove: bool) -> None:
     """Bring up to date what is to be rebuilt; with `prove`, have everything moved that a rebuild would change.
 
@@ -31,7 +37,7 @@ def make_ready(sleepers: Iterable[Sleeping], resolve: Resolve, *, prove: bool) -
         sleepers: those whose originals are about to be given up, all of them still there.
         resolve: for sources, which may be asleep already.
     """
-    rebuilt = [(s, s.decision.entry.rebuild) for s in sleepers if s.decision.fate is Fate.REBUILT]
+    rebuilt = [(s, s.decision.entry.rebuild) for s in with_fate(sleepers, Fate.REBUILT)]
     refreshed: set[int] = set()
     for _, rebuild in rebuilt:
         if rebuild is not None and rebuild.refresh is not None and id(rebuild.refresh) not in refreshed:
@@ -66,7 +72,7 @@ def _gives_its_bits(entry: Entry, rebuild: Rebuild, resolve: Resolve) -> bool:
 
 def rebuilt_first(sleepers: Sequence[Sleeping]) -> list[Sleeping]:
     """What is rebuilt from nothing that is itself rebuilt in the same call, so that the rest finds it there."""
-    rebuilt = [s for s in sleepers if s.decision.fate is Fate.REBUILT]
+    rebuilt = with_fate(sleepers, Fate.REBUILT)
     storages = {storage._cdata for s in rebuilt for storage in s.decision.entry.storages}
     return [s for s in rebuilt if storages.isdisjoint(_source_storages(s.decision.entry.rebuild))]
 

@@ -41,7 +41,7 @@ class Owner:
             theirs = [storage for other in others for storage in _storages(other._claimed())]
             strays = _strays(backends, known + theirs)
         fate, reason = (Fate.KEPT, _WHOSE) if others else (Fate.MOVED, _NOBODY_KNOWS_IT)
-        found.entries += [_entry(storage, fate, reason) for storage in strays]
+        found.add([_entry(storage, fate, reason) for storage in strays])
         return found
 
     def _claimed(self) -> Inventory:
@@ -69,7 +69,6 @@ def _entry(storage: torch.UntypedStorage, fate: Fate, reason: str) -> Entry:
         address=storage.data_ptr(),
         role=claim.role,
         component=claim.component,
-        names=(name,),
         claims=(claim,),
         fate=fate,
         reason=reason,

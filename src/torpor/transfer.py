@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +39,11 @@ class Piece(NamedTuple):
     home: torch.UntypedStorage | torch.Tensor
     slot: Slot
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes to copy."""
+        return self.slot.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -48,17 +53,25 @@ class Moved:
     seconds: float
 
 
-@dataclass(slots=True)
-class _Counted:
-    """Pieces as they pass, once, and the bytes of those that did."""
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
-    pieces: Iterable[Piece]
+
+_T = TypeVar("_T", bound=_Sized)
+
+
+@dataclass(slots=True)
+class _Counted(Generic[_T]):
+    """Things as they pass, once, and the bytes of those that did."""
+
+    things: Iterable[_T]
     nbytes: int = 0
 
-    def __iter__(self) -> Iterator[Piece]:
-        for piece in self.pieces:
-            self.nbytes += piece.slot.nbytes
-            yield piece
+    def __iter__(self) -> Iterator[_T]:
+        for thing in self.things:
+            self.nbytes += thing.nbytes
+            yield thing
 
 
 def save(pieces: Iterable[Piece], store: Store) -> Moved:
@@ -103,19 +116,20 @@ def read(store: Store, slot: Slot, start: int, nbytes: int) -> torch.Tensor:
 
 def _transfer(pieces: Iterable[Piece], store: Store, *, to_store: bool) -> Moved:
     start = time.perf_counter()
-    counted = _Counted(pieces)
     if isinstance(store, AddressableStore):
+        counted = _Counted(pieces)
         on_gpus = _of_gpus(counted, store, to_store=to_store)
         if to_store:
             save_from_cuda(on_gpus, store)
         else:
             load_to_cuda(on_gpus, store)
+        nbytes = counted.nbytes
     else:
         blocks = _blockwise(store)
-        _in_blocks(counted, blocks, to_store=to_store)
-        if to_store and counted.nbytes:
+        nbytes = _in_blocks(pieces, blocks, to_store=to_store)
+        if to_store and nbytes:
             blocks.sync()
-    return Moved(counted.nbytes, time.perf_counter() - start)
+    return Moved(nbytes, time.perf_counter() - start)
 
 
 def _blockwise(store: Store) -> BlockStore:
@@ -137,18 +151,19 @@ def _of_gpus(pieces: Iterable[Piece], store: AddressableStore, *, to_store: bool
     copies.finish()
 
 
-def _in_blocks(pieces: Iterable[Piece], store: BlockStore, *, to_store: bool) -> None:
-    """Copy batch by batch, as many at a time as the ring has buffers; each has one to itself."""
+def _in_blocks(pieces: Iterable[Piece], store: BlockStore, *, to_store: bool) -> int:
+    """Copy batch by batch, as many at a time as the ring has buffers; each has one to itself. The bytes copied."""
     move = _write if to_store else _read
-    batches = _batches(pieces, store)
+    counted = _Counted(_batches(pieces, store))
+    batches = iter(counted)
     ahead = list(islice(batches, 2))
     if not ahead:
-        return
+        return 0
     with store.ring_lock:
         buffers = store.buffers()
         if len(ahead) == 1:  # not worth a thread
             move(ahead[0], buffers[0], store)
-            return
+            return counted.nbytes
         queue = _Queue(chain(ahead, batches))
 
         def work(buffer: torch.Tensor, first: Batch) -> None:
@@ -160,6 +175,7 @@ def _in_blocks(pieces: Iterable[Piece], store: BlockStore, *, to_store: bool) ->
             # each begins as soon as there is a batch for it
             for worker in [workers.submit(work, *given) for given in zip(buffers, queue, strict=False)]:
                 worker.result()
+        return counted.nbytes
 
 
 class _Queue:
@@ -229,8 +245,8 @@ def _batches(pieces: Iterable[Piece], store: BlockStore) -> Iterator[Batch]:
     batch = Batch()
     begin = end = 0
     for piece in pieces:
-        home, offset, left = _whole(piece), piece.slot.offset, piece.slot.nbytes
-        start = 0
+        home, slot = _whole(piece), piece.slot
+        start, offset, left = 0, slot.offset, slot.nbytes
         while left:
             if offset != end or end - begin == chunk_bytes:
                 if end > begin:

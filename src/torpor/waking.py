@@ -24,7 +24,7 @@ from torpor.fingerprint import fingerprints
 from torpor.kinds import Fate
 from torpor.ledger import Stopwatch
 from torpor.memory.base import MemoryBackend
-from torpor.rebuilding import Resolve, rebuilt_first
+from torpor.rebuilding import Resolve, rebuilt_first, with_fate
 from torpor.stores.base import Store
 from torpor.transfer import Piece, load
 
@@ -159,7 +159,7 @@ def _taking_memory(pieces: Iterable[Piece], beside: Sequence[Sleeping]) -> Itera
 
 def _rebuild(sleepers: Sequence[Sleeping], resolve: Resolve) -> None:
     """Recompute what is derived, from sources that are awake or read from the store."""
-    rebuilt = [s for s in sleepers if s.decision.fate is Fate.REBUILT]
+    rebuilt = with_fate(sleepers, Fate.REBUILT)
     first = {id(s) for s in rebuilt_first(rebuilt)}
     for sleeping in sorted(rebuilt, key=lambda s: id(s) not in first):
         rebuild = sleeping.decision.entry.rebuild

@@ -44,15 +44,18 @@ class Resizing(MemoryBackend):
         return freed_bytes
 
     def restore(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        released = [storage for storage in storages if storage.nbytes() == 0 and storage._cdata in self._sizes]
-        for done, storage in enumerate(released):
-            nbytes = self._sizes[storage._cdata]
+        taken: list[torch.UntypedStorage] = []
+        for storage in storages:
+            nbytes = self._sizes.get(storage._cdata)
+            if nbytes is None or storage.nbytes():
+                continue
             try:
                 storage.resize_(nbytes)
             except RuntimeError as error:  # torch's allocator has no type of its own for this on a CPU
-                for again in released[:done]:
+                for again in taken:
                     again.resize_(0)
                 raise self._failure(error, storages, nbytes) from error
+            taken.append(storage)
         for storage in storages:
             self._sizes.pop(storage._cdata, None)
 

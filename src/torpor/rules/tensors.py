@@ -13,6 +13,8 @@ from torpor.rules.base import Actor, Claim
 from torpor.rules.torch_nn import claims_of
 from torpor.rules.walk import Held, Place, claims_on, gradient, is_container, leaves, module_tensors
 
+_OTHER = Role.OTHER
+
 
 class TensorsRule:
     """Claims what is in `Actor.extra`; the component is the name it was handed over under.
@@ -57,4 +59,4 @@ def _role(tensor: torch.Tensor, stepped: set[int]) -> Role:
     # most have the plain type: `isinstance` of a Parameter runs Python code of torch
     if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
         return Role.PARAM
-    return Role.MASTER if id(tensor) in stepped else Role.OTHER
+    return Role.MASTER if id(tensor) in stepped else _OTHER

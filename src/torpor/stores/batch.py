@@ -32,9 +32,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self._blocks) // 3
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cuts."""
+        return sum(self._cuts[2::3])
+
     def add_cut(self, at: int, home: torch.UntypedStorage | torch.Tensor, start: int, nbytes: int) -> None:
         """Bytes `[start, start + nbytes)` of a home lie `at` bytes from the beginning of the block to be ended next."""
-        if isinstance(home, torch.Tensor) and not home.is_cpu:
+        if not isinstance(home, torch.UntypedStorage) and not home.is_cpu:
             self._on_gpus[len(self._homes)] = home[start : start + nbytes]
         self._cuts += (at, home.data_ptr() + start, nbytes)
         self._homes.append(home)
