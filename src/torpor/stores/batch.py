@@ -1,6 +1,6 @@
 """Blocks of a store and the memory that their bytes come from or go to, as tables that one call of C reads.
 
-Around a block of half a MiB, Python and the way back to the interpreter's lock take as long as the device does. So
+Around a block of a MiB, Python and the way back to the interpreter's lock take as long as the device does. So
 several blocks go in one call, copies and requests together; block by block is for where that cannot be: memory of a
 GPU, a block that the system refused, a package that was installed without a C compiler.
 """

@@ -47,7 +47,7 @@ class FileStore(BlockStore):
         chunk_bytes: size of one ring buffer and of the largest read or write; a multiple of 4096.
         ring: number of ring buffers, as many blocks are under way at most, those that are copied included; the host
             memory this store takes is `ring * chunk_bytes`. The defaults keep the device busy while blocks are copied:
-            of rings of 8 MiB, many small buffers were the fastest where it was measured.
+            of rings of 8 MiB, 8 buffers of 1 MiB were faster than 16 of half a MiB where it was measured.
 
     Raises:
         UnsafeStoreError: the directory must not be trusted.
@@ -63,8 +63,8 @@ class FileStore(BlockStore):
         directory: str | os.PathLike[str] | None = None,
         *,
         rank: int | None = None,
-        chunk_bytes: int = kernel.HUGE_PAGE_BYTES // 4,
-        ring: int = 16,
+        chunk_bytes: int = kernel.HUGE_PAGE_BYTES // 2,
+        ring: int = 8,
     ) -> None:
         super().__init__()
         if chunk_bytes < _ALIGNMENT_BYTES or chunk_bytes % _ALIGNMENT_BYTES:
