@@ -39,7 +39,7 @@ class Entry:
     address: int
     role: Role
     component: str
-    claims: tuple[Claim, ...] = field(repr=False)
+    claims: list[Claim] = field(repr=False)
     """All claims, the strongest first. With fate `rebuilt` the first one's tensor is what to rebuild."""
     fate: Fate
     reason: str
@@ -82,7 +82,7 @@ class Entry:
         """Let go of the storages, so that their owner's drop can free them. Names and sizes stay."""
         self.storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         self.storages = ()
-        self.claims = tuple(replace(claim, tensor=_like_on_meta(claim.tensor)) for claim in self.claims)
+        self.claims = [replace(claim, tensor=_like_on_meta(claim.tensor)) for claim in self.claims]
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,7 @@ def take_inventory(actor: Actor, rules: Sequence[Rule]) -> Inventory:
     with collector_paused():
         found, left = _collect(actor, rules)
         gates = _Gates()
-        entries = [_entry(piece, gates) for piece in _pieces(found)]
+        entries = [_merged(piece, gates) for piece in _pieces(found)]
         inventory = Inventory(left)
         inventory.add(_in_order(entries))
         _move_what_has_no_source(inventory)
@@ -157,23 +157,13 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(slots=True, eq=False)
-class _Found:
-    """One storage and what was claimed on it, in the order of the claims."""
-
-    storage: torch.UntypedStorage
-    claims: list[Claim]
-    nbytes: int
-    address: int
-    device: torch.device
-
-
-_Piece: TypeAlias = list[_Found]
+_Piece: TypeAlias = list[Entry]
 """Storages over the same memory. The first begins at the lowest address, and is the largest that does."""
 
 
-def _collect(actor: Actor, rules: Sequence[Rule]) -> tuple[list[_Found], list[Claim]]:
-    by_storage: dict[int, _Found] = {}
+def _collect(actor: Actor, rules: Sequence[Rule]) -> tuple[list[Entry], list[Claim]]:
+    """An entry for each storage, as its first claim has it, with all claims in the order of the rules."""
+    by_storage: dict[int, Entry] = {}
     left: list[Claim] = []
     for rule in rules:
         for claim in rule.claims(actor):
@@ -182,27 +172,38 @@ def _collect(actor: Actor, rules: Sequence[Rule]) -> tuple[list[_Found], list[Cl
                 continue
             storage = claim.tensor.untyped_storage()
             key = storage._cdata
-            found = by_storage.get(key)
-            if found is None:
-                by_storage[key] = _Found(storage, [claim], storage.nbytes(), storage.data_ptr(), storage.device)
+            entry = by_storage.get(key)
+            if entry is None:
+                by_storage[key] = Entry(
+                    storage,
+                    storage.nbytes(),
+                    storage.device,
+                    storage.data_ptr(),
+                    claim.role,
+                    claim.component,
+                    [claim],
+                    claim.fate,
+                    claim.reason,
+                    (storage,),
+                )
             else:
-                found.claims.append(claim)
+                entry.claims.append(claim)
     with_memory = []
-    for found in by_storage.values():
-        if found.address or not found.nbytes:
-            with_memory.append(found)
+    for entry in by_storage.values():
+        if entry.address or not entry.nbytes:
+            with_memory.append(entry)
         else:
-            left += [replace(claim, fate=Fate.LEFT, reason="no memory behind it") for claim in found.claims]
+            left += [replace(claim, fate=Fate.LEFT, reason="no memory behind it") for claim in entry.claims]
     return with_memory, left
 
 
-def _pieces(found: Sequence[_Found]) -> list[_Piece]:
+def _pieces(entries: Sequence[Entry]) -> list[_Piece]:
     """Storages that share at least one byte belong together. In the order of the first claim."""
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}
-    pieces: list[_Piece] = [[one] for one in found]
-    for index, one in enumerate(found):
-        if one.nbytes:
-            spans.setdefault(one.device, []).append((one.address, -one.nbytes, index))
+    pieces: list[_Piece] = [[entry] for entry in entries]
+    for index, entry in enumerate(entries):
+        if entry.nbytes:
+            spans.setdefault(entry.device, []).append((entry.address, -entry.nbytes, index))
     for on_device in spans.values():
         on_device.sort()
         end = first = 0
@@ -216,35 +217,21 @@ def _pieces(found: Sequence[_Found]) -> list[_Piece]:
     return [piece for piece in pieces if piece]
 
 
-def _entry(piece: _Piece, gates: _Gates) -> Entry:
-    first = piece[0]
-    found, nbytes = first.claims, first.nbytes
-    storages: tuple[torch.UntypedStorage, ...] = (first.storage,)
+def _merged(piece: _Piece, gates: _Gates) -> Entry:
+    """The first of `piece`, with the claims of all and the fate that these allow."""
+    entry = piece[0]
+    if len(piece) == len(entry.claims) == 1 and _are_simply_moved(entry.claims):
+        return entry  # it is as its only claim has it
+    alone_nbytes, first_names = entry.nbytes, [one.claims[0].name for one in piece[:4]]
     if len(piece) > 1:
-        found = [claim for one in piece for claim in one.claims]
-        nbytes = max(one.address + one.nbytes for one in piece) - first.address
-        storages = tuple(one.storage for one in piece)
-    claims, fate, reason = _judge(found, first, nbytes, gates)
-    if nbytes > first.nbytes:
-        fate, reason = Fate.KEPT, _overlap(piece)
-    strongest = claims[0]
-    return Entry(
-        first.storage,
-        nbytes,
-        first.device,
-        first.address,
-        strongest.role,
-        strongest.component,
-        claims,
-        fate,
-        reason,
-        storages,
-    )
-
-
-def _overlap(piece: _Piece) -> str:
-    names = ", ".join(one.claims[0].name for one in piece[:4])
-    return f"separate storages overlap in part: {names}"
+        entry.claims = [claim for one in piece for claim in one.claims]
+        entry.nbytes = max(one.address + one.nbytes for one in piece) - entry.address
+        entry.storages = tuple(one.storage for one in piece)
+    entry.claims, entry.fate, entry.reason = _judge(entry, gates)
+    if entry.nbytes > alone_nbytes:
+        entry.fate, entry.reason = Fate.KEPT, f"separate storages overlap in part: {', '.join(first_names)}"
+    entry.role, entry.component = entry.claims[0].role, entry.claims[0].component
+    return entry
 
 
 def _in_order(entries: Iterable[Entry]) -> list[Entry]:
@@ -265,7 +252,7 @@ def _by_component(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 _GIVES_UP_CONTENTS = frozenset({Fate.ZEROED, Fate.DROPPED, Fate.REBUILT})
 
 
-_Verdict: TypeAlias = tuple[tuple[Claim, ...], Fate, str]
+_Verdict: TypeAlias = tuple[list[Claim], Fate, str]
 """Claims with the strongest first, the fate, the reason."""
 
 
@@ -291,14 +278,12 @@ class _Gates:
         return self._answers[id(gate)]
 
 
-def _judge(found: list[Claim], at: _Found, nbytes: int, gates: _Gates) -> _Verdict:
+def _judge(entry: Entry, gates: _Gates) -> _Verdict:
     """Order the claims and find the most careful fate."""
-    if _are_simply_moved(found):
-        if len(found) == 1:
-            return (found[0],), _MOVED, found[0].reason
-        claims = tuple(sorted(found, key=_strength))
+    if _are_simply_moved(entry.claims):
+        claims = sorted(entry.claims, key=_strength)
         return claims, Fate.MOVED, _first_reason(claims)
-    claims, voters = _by_strength(found)
+    claims, voters = _by_strength(entry.claims)
     for claim in claims:
         if claim.fate is Fate.KEPT:
             return claims, Fate.KEPT, claim.reason
@@ -309,11 +294,11 @@ def _judge(found: list[Claim], at: _Found, nbytes: int, gates: _Gates) -> _Verdi
     for claim, (fate, reason) in zip(voters, opinions, strict=True):
         if fate is not wanted:
             return claims, Fate.MOVED, _forbidden(wanted, claim, fate, reason)
-    objection = _gap(voters, wanted, at.address, nbytes)
+    objection = _gap(voters, wanted, entry.address, entry.nbytes)
     if objection:
         return claims, Fate.MOVED, f"not {wanted}: {objection}"
     if wanted is Fate.REBUILT:
-        claims = tuple(sorted(claims, key=lambda claim: claim.rebuild is None))
+        claims = sorted(claims, key=lambda claim: claim.rebuild is None)
     return claims, wanted, opinions[0][1]
 
 
@@ -332,7 +317,7 @@ def _first_reason(claims: Sequence[Claim]) -> str:
     return ""
 
 
-def _by_strength(found: list[Claim]) -> tuple[tuple[Claim, ...], list[Claim]]:
+def _by_strength(found: list[Claim]) -> tuple[list[Claim], list[Claim]]:
     """All claims, the strongest first, and those of them that have a say in the fate.
 
     A claim by place alone has none where somebody declared the storage or owns it, and none where another rule
@@ -345,7 +330,7 @@ def _by_strength(found: list[Claim]) -> tuple[tuple[Claim, ...], list[Claim]]:
     def weakness(claim: Claim) -> tuple[bool, int]:
         return declared and claim.standing is Standing.FOUND, _strength(claim)
 
-    claims = tuple(sorted(found, key=weakness))
+    claims = sorted(found, key=weakness)
     voters = [
         claim
         for claim in claims

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -44,6 +45,7 @@ from torpor.memory.base import MemoryBackend
 from torpor.memory.gpu import GpuBackend
 from torpor.plan import Decision, add_up_decisions
 from torpor.planning import Planner
+from torpor.reading import Reader
 from torpor.rebuilding import rebuilt_first
 from torpor.rules.base import Actor, Rule
 from torpor.rules.derived import Derived
@@ -536,24 +538,27 @@ class Sleeper:
             def use_comms() -> None:
                 rows.extend(comms.wake(agreed, watch) if comms is not None else ())
 
-            back = {id(s) for s in sleepers if s.decision.fate in STORED} | {id(s) for s in rebuilt_first(sleepers)}
+            @cache
+            def reader() -> Reader:
+                """Of what is not back yet when the first source is asked for; most wakes ask for none."""
+                stored = {id(s) for s in sleepers if s.decision.fate in STORED}
+                return self._dormant.reader(but=stored | {id(s) for s in rebuilt_first(sleepers)})
+
             wake_up(
                 sleepers,
                 self._store,
                 watch,
                 agreed,
-                resolve=self._dormant.reader(but=back).tensor,
+                resolve=lambda tensor: reader().tensor(tensor),
                 verify=self._verify,
                 wait_s=wait_s,
                 last=use_comms,
             )
             self._dormant.release(sleepers)
             self._books.note_awake(sleepers)
-            for sleeping in sleepers:
-                place = sleeping.place
-                sleeping.copied_bytes = place.slot.nbytes if place is not None else 0
             with watch.stage("account"):
-                self._books.close(ledger, [*_rows(sleepers), *rows], watch, self._dormant)
+                read = add_up_decisions((s.decision, 0 if s.place is None else s.place.slot.nbytes) for s in sleepers)
+                self._books.close(ledger, [*read, *rows], watch, self._dormant)
             return ledger
 
     def _on_use(self, name: str, component: str, operation: str) -> None:

@@ -69,7 +69,7 @@ def _entry(storage: torch.UntypedStorage, fate: Fate, reason: str) -> Entry:
         address=storage.data_ptr(),
         role=claim.role,
         component=claim.component,
-        claims=(claim,),
+        claims=[claim],
         fate=fate,
         reason=reason,
         storages=(storage,),
