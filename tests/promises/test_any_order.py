@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from torpor import Sleeper, State
 from torpor.errors import UsageError
@@ -73,9 +73,10 @@ class AnyOrder(RuleBasedStateMachine):
             pass
         assert self.states() == before
 
-    @precondition(lambda self: not self.sleeper.is_asleep)
     @rule(which=st.integers(0, 100), value=st.integers(0, 255))
     def write(self, which: int, value: int) -> None:
+        if self.sleeper.is_asleep:  # no precondition: which pages a storage has depends on the address that it got
+            return
         self.every[which % len(self.every)].fill_(value)
         self.expected = [bits(tensor) for tensor in self.every]
 
